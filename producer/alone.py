@@ -96,6 +96,7 @@ class Alone:
         (job,) = call.jobs
         session = self._session
         assert session.info is not None
+        self._end_at_rest()
         if self._call is not None:
             if not self._is_read:
                 self.give_up()
@@ -124,6 +125,12 @@ class Alone:
         if not is_sent:
             self._hand_over()
         return is_sent
+
+    def _end_at_rest(self) -> None:
+        """End what was called away too late for its loop, which stopped before it heard of that."""
+        call, ear = self._call, self._ear
+        if call is not None and call.done and ear is not None:
+            ear.stop_at_rest()
 
     def _comes_near(self, job: Job) -> bool:
         """Whether a large row is likely to be laid where its caller finds it."""
@@ -186,7 +193,8 @@ class Alone:
         came_to_its_end: bool,
     ) -> None:
         with self._session.lock:
-            ear.leave()
+            if self._call is call:
+                ear.leave()
             self._end(call, flight, line, found, came_to_its_end and time.monotonic() < until)
 
     def _end(
@@ -232,20 +240,14 @@ class Alone:
 
     def _count(self, flight: Flight) -> None:
         """Count what the server has said of the claim."""
-        line = self._line
-        if line is None or flight.counted:
-            return
-        claim, line.claim = line.claim, b""
-        if not claim:
-            return
-        flight.counted = True
-        statistics = self._session.table.statistics
-        if claim == b"h":
-            statistics.cache_hits += 1
-        elif claim == b"j":
-            statistics.joined += 1
-        else:
-            statistics.queued += 1
+        if self._line is not None:
+            self._session.table.count(flight, self._line.take_claim())
+
+    def _count_withdrawn(self, flight: Flight | None, line: Line) -> None:
+        """The same of a claim that nobody waits for any more."""
+        with self._session.lock:
+            if flight is not None and not self._session.table.is_waiting(flight):
+                self._session.table.count(flight, line.take_claim())
 
     # --- what goes otherwise -------------------------------------------------------------------
 
@@ -253,6 +255,8 @@ class Alone:
         """`call` waits no longer: others may."""
         if self._call is call:
             call.called_away = None
+            if self._flight is not None:
+                self._flight.leave(call)  # or else it would be asked for again
             ear = self._ear
             if ear is not None and ear.is_busy:
                 if not ear.is_here:
@@ -272,7 +276,7 @@ class Alone:
         session, flight, line = self._session, self._flight, self._line
         self._line, self._reads, self._in_a_row = None, False, 0
         if line is not None:
-            session.given_up.append(GivenUp(line, None if flight is None else flight.job.digest))
+            session.given_up.append(GivenUp(line, flight))
         if flight is not None:
             self._tell_waiters(flight)
         self._call = self._flight = None
@@ -347,14 +351,13 @@ class Alone:
         with session.lock:
             left, session.given_up = session.given_up, []
             if self._line is not None:
-                digest = None if self._flight is None else self._flight.job.digest
-                left.append(GivenUp(self._line, digest, is_read=self._is_read))
+                left.append(GivenUp(self._line, self._flight, is_read=self._is_read))
         self._withdraw(servers, left)
 
     def _withdraw(self, servers: Servers, left: list[GivenUp]) -> None:
         """Say what nobody waits for under these names; what was said is taken from the list."""
         while left:
-            line, digest, is_read = left[0]
+            line, flight, is_read = left[0]
             if is_read:
                 line.leave()
             else:
@@ -362,12 +365,14 @@ class Alone:
                 if self._bell is not None:
                     self._bell.quiet()
                     line.hear(time.monotonic() + ANSWERED_WITHIN)
+                    self._count_withdrawn(flight, line)
             if not line.has_claimed:
                 left.pop(0)
                 continue
             client, shard = line.name, line.shard
             server = servers.for_shard(shard)
-            withdraw_in(shard, client, () if digest is None else (digest,), server)
+            digests = () if flight is None else (flight.job.digest,)
+            withdraw_in(shard, client, digests, server)
             server.delete(shard.reply(client))
             left.pop(0)
         if self._servers is not None and self._line is None and not self._is_read:
@@ -375,6 +380,8 @@ class Alone:
 
     def close(self) -> None:
         """End the connection, unless somebody reads: they do it then. For any thread."""
+        if self._ear is not None:
+            self._ear.call_away()
         servers, bell, line = self._servers, self._bell, self._line
         if not self._is_read:
             self._line = self._servers = self._bell = None

@@ -304,6 +304,17 @@ class FlightTable:
                 woken.append(call)
         return woken
 
+    def count(self, flight: Flight, claim: str) -> None:
+        """Count what the server has said of this one, a letter, unless it is counted."""
+        if claim and claim in "hjq" and not flight.counted:
+            flight.counted = True
+            if claim == "h":
+                self.statistics.cache_hits += 1
+            elif claim == "j":
+                self.statistics.joined += 1
+            else:
+                self.statistics.queued += 1
+
     def will_not_be_counted(self, flight: Flight) -> None:
         """The server says nothing of its claim. If it was answered before, that was found."""
         if self.uncounted.pop(flight, None) is not None:

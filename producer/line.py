@@ -58,7 +58,7 @@ class Line:
         self.shard = shard
         self.place = place
         self.claim = b""
-        """What the server has said of the last claim, a letter, until that is counted."""
+        """What the server has said of the last claim, a letter, until that is taken."""
         self.has_claimed = False
         self.is_hit = False
         """Whether the last answer was there before it was asked for."""
@@ -117,9 +117,8 @@ class Line:
                 return None
             self._passed_over -= 1
         (claimed,) = await exchange.replies(1, until, ear)
-        if not _is_list(claimed, 2) or claimed[0] not in (b"h", b"j", b"q"):
+        if not self._has_heard(claimed):
             return None
-        self.claim, self._is_heard = claimed[0], True
         self.is_hit, self._is_queued = claimed[0] == b"h", claimed[0] == b"q"
         if self.is_hit:
             if not exchange.send(self._get(job) + self._take_off):
@@ -134,7 +133,19 @@ class Line:
         """Wait until the server has heard the last claim: or else that might come behind what
         withdraws it."""
         if not self._is_heard:
-            waited_for(self._exchange.replies(self._passed_over + 1, until))
+            self._has_heard(waited_for(self._exchange.replies(self._passed_over + 1, until))[-1])
+
+    def take_claim(self) -> str:
+        """What the server has said of the last claim, a letter; none where it was taken before."""
+        claim, self.claim = self.claim, b""
+        return claim.decode()
+
+    def _has_heard(self, claimed: Any) -> bool:
+        """Whether the server has said what becomes of the claim."""
+        if not _is_list(claimed, 2) or claimed[0] not in (b"h", b"j", b"q"):
+            return False
+        self.claim, self._is_heard = claimed[0], True
+        return True
 
     def leave(self) -> None:
         """Leave the place. Who reads there comes back, and is to `close` it."""

@@ -25,7 +25,6 @@ from lmpool.producer.pending import PendingCall, wake
 from lmpool.producer.waits import Event, Future
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
-from lmpool.wants import Digest
 
 REPLY_TTL: Final = 30.0
 FLIGHT_TTL: Final = 600.0
@@ -49,7 +48,7 @@ class GivenUp(NamedTuple):
     """A client's name that is used no more, and what it may have claimed."""
 
     line: Line
-    digest: Digest | None
+    flight: Flight | None
     is_read: bool = False
     """Whether somebody may be reading there."""
 

@@ -555,7 +555,9 @@ def is_read(lm: Client) -> bool:
 
 async def until_read(lm: Client) -> None:
     """Until the running loop reads what was asked in it."""
-    while not is_read(lm):  # noqa: ASYNC110 - nobody tells of it
+    until = time.monotonic() + SECONDS
+    while not is_read(lm):
+        assert time.monotonic() < until
         await asyncio.sleep(0)
 
 
@@ -611,6 +613,68 @@ def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str) -> No
         until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
         assert lm.statistics()["withdrawn"] == 1
         ask(lm)
+
+
+@in_loops
+def test_what_the_server_says_of_withdrawn_claims_is_counted(server: RealServer, slow: str) -> None:
+    async def cancels_one_that_is_read(lm: Client) -> bool:
+        task = asyncio.create_task(asked(lm))
+        while not (is_read(lm) or task.done()):  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0)
+        was_read = not task.done()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return was_read
+
+    def one_is_cancelled() -> bool:
+        lm._client._alone._needed = 1
+        ask(lm)
+        return is_alone(lm) and this_loop().run_until_complete(cancels_one_that_is_read(lm))
+
+    def are_all() -> bool:
+        said = lm.statistics()
+        ways = ("local_hits", "cache_hits", "joined", "queued")
+        return said["requests"] == sum(said[way] for way in ways)
+
+    with alone(server, slow, request_timeout=SECONDS) as lm:
+        for _ in range(3):
+            until(one_is_cancelled, SECONDS, what="one is read")
+            until(are_all, SECONDS, what="all are counted")
+
+
+@in_loops
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_loop_that_was_left_before_it_was_called_away(
+    server: RealServer, slow: str, is_closed: bool
+) -> None:
+    """Whose answer is there, while it stood still."""
+    with alone(server, slow) as lm:
+        loop, given = asyncio.new_event_loop(), prompt()
+
+        async def stand_still() -> None:
+            asyncio.create_task(asked(lm, given)).add_done_callback(lambda _: None)
+            await until_read(lm)
+            other = threading.Thread(target=lm.sync.next_token_logprobs, args=(given,))
+            other.start()
+            other.join(SECONDS)
+            loop.stop()
+
+        task = loop.create_task(stand_still())
+        loop.run_forever()
+        assert task.done()
+        assert is_read(lm)
+        assert not lm._client._session.table.flights
+        connection, bell = line_of(lm)._exchange._end, lm._client._alone._bell
+        if is_closed:
+            loop.close()
+            lm._client._alone._needed = 1
+            until(lambda: ask(lm) or not is_read(lm), SECONDS, what="it is given up")
+            until(lambda: ask(lm) or is_alone(lm), SECONDS, what="others read")
+        lm.close()
+        assert bell is not None
+        assert connection.fileno() == bell._ear.fileno() == -1
+        loop.close()
 
 
 @in_loops
@@ -680,6 +744,19 @@ def test_loops_that_tell_of_nothing_ask_as_ever(server: RealServer, quick: str) 
         assert line_of(lm) is line
         assert lm._client._alone._ear is not None
         assert lm._client._alone._ear.loop is not loop
+
+
+@in_loops
+def test_loops_that_refuse_to_tell_fail_no_call(server: RealServer, quick: str) -> None:
+    class Full(asyncio.SelectorEventLoop):
+        def add_reader(self, fd: Any, callback: Any, *args: Any) -> None:
+            raise OSError("no room for another")
+
+    with alone(server, quick) as lm, closing(Full()) as loop:
+        for _ in range(20):
+            until(lambda: ask(lm) or is_alone(lm), SECONDS)
+            loop.run_until_complete(asked(lm))
+        assert lm._client._alone._needed > 1
 
 
 @in_loops

@@ -34,19 +34,22 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
 
     async def replies(count: int, until: float) -> list[Any]:
         done.extend(["heard"] * count)
-        return [None] * count
+        return [[b"j", 1]] * count
 
     exchange: Any = SimpleNamespace(replies=replies)
     bell: Any = SimpleNamespace(quiet=lambda: done.append("quiet"))
     shard, (job,) = session.shards[0], jobs_of(some_prompts(1))
-    digest = job.digest
+    call = ask(session, [job])
+    (flight,) = session.table.take_unsent(1, 1 << 20)
+    with session.lock:
+        session.forget(call)
     alone._bell = bell
     lines = [line(session, f"name-{n}", exchange) for n in (1, 2, 3, 4)]
     for asks in lines[:3]:
         assert asks.begin(job, False)
     lines[0]._passed_over = 2
     session.given_up = [
-        GivenUp(lines[0], digest),
+        GivenUp(lines[0], flight),
         GivenUp(lines[1], None, is_read=True),
         GivenUp(lines[3], None),
     ]
@@ -57,12 +60,13 @@ def test_a_claim_is_heard_before_it_is_withdrawn() -> None:
         "heard",
         "heard",
         "heard",
-        ("withdraw", "name-1", digest.hex()),
+        ("withdraw", "name-1", job.digest.hex()),
         ("delete", shard.reply("name-1")),
         ("delete", shard.reply("name-2")),
         "quiet",
     ]
     assert not alone.has_work
+    assert session.table.statistics.joined == 1
 
 
 @pytest.mark.parametrize("got_it", [False, True])
@@ -91,7 +95,7 @@ def test_who_waits_as_well_is_told_where_landing_was_interrupted(got_it: bool) -
         assert session.table.is_waiting(flight)
         assert session.table.take_unsent(1, 1 << 20) == [flight]
         assert session.table.land(jobs[0].digest, STACKED) == [other]
-    assert [given.digest for given in session.given_up] == [jobs[0].digest]
+    assert [given.flight for given in session.given_up] == [flight]
 
 
 @pytest.mark.parametrize("was_usual", [True, False])

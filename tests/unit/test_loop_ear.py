@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import selectors
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -184,6 +185,72 @@ def test_who_waits_is_called_away(pipes: list[tuple[int, int]], where: str) -> N
     loop.close()
 
 
+def test_who_goes_on_is_ended_by_no_other_thread(
+    loop: asyncio.AbstractEventLoop,
+    pipes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that saw the loop at rest, which has just begun to run."""
+    heard, (here, there), (other, _) = Heard(loop), *pipes
+    inside, seen = threading.Event(), threading.Event()
+
+    async def steps() -> int | None:
+        await heard.ear.first_of(LONG, here)
+        inside.set()
+        assert seen.wait(LONG)
+        return await heard.ear.first_of(LONG, other)
+
+    def call_away() -> None:
+        assert inside.wait(LONG)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "is_running", lambda: False)
+            assert not heard.ear.stop_at_rest()
+            heard.ear.call_away()
+        seen.set()
+
+    thread = threading.Thread(target=call_away)
+    thread.start()
+    os.write(there, b"x")
+    assert heard.run(steps()) is None
+    thread.join()
+    assert len(heard.ends) == 1
+    assert not heard.came_to_its_end
+    assert not heard.ear.is_busy
+
+
+def test_what_a_handler_leaves_in_the_midst_is_listened_to_no_more(
+    loop: asyncio.AbstractEventLoop, pipes: list[tuple[int, int]]
+) -> None:
+    heard, here = Heard(loop), pipes[0][0]
+
+    async def is_left() -> None:
+        heard.ear.leave()
+        await heard.ear.first_of(LONG, here)
+
+    heard.begin(is_left())
+    assert not heard.ear.is_busy
+    assert not is_listening(loop)
+
+
+def test_who_was_called_away_before_ends_nothing_that_came_since(
+    loop: asyncio.AbstractEventLoop, pipes: list[tuple[int, int]]
+) -> None:
+    heard, (here, there) = Heard(loop), pipes[0]
+
+    async def one_after_another() -> int | None:
+        heard.begin(first(heard.ear, LONG, here))
+        heard.ear.call_away()  # soon
+        heard.ear.leave()
+        heard.begin(first(heard.ear, LONG, here))
+        await asyncio.sleep(0.05)
+        assert heard.ear.is_busy
+        os.write(there, b"x")
+        await asyncio.sleep(0.05)
+        return heard.ends[-1]
+
+    assert loop.run_until_complete(one_after_another()) == here
+
+
 def test_what_is_raised_ends_it(
     loop: asyncio.AbstractEventLoop, pipes: list[tuple[int, int]]
 ) -> None:
@@ -227,6 +294,29 @@ def test_loops_that_tell_of_nothing_are_known() -> None:
     for kind, hears in ((Deaf, False), (asyncio.SelectorEventLoop, True)):
         with closing(kind()) as loop:
             assert can_hear(loop) is hears
+    with closing(asyncio.SelectorEventLoop(selectors.SelectSelector())) as loop:
+        assert not can_hear(loop)  # of few descriptors
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_loop_that_refuses_to_hear_is_listened_to_no_more(
+    loop: asyncio.AbstractEventLoop,
+    pipes: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fails_at: int,
+) -> None:
+    heard, numbers = Heard(loop), [here for here, _ in pipes]
+    usual = loop.add_reader
+
+    def add_reader(number: int, *given: Any) -> None:
+        if number == numbers[fails_at]:
+            raise OSError("no room")
+        usual(number, *given)
+
+    monkeypatch.setattr(loop, "add_reader", add_reader)
+    assert heard.run(first(heard.ear, LONG, *numbers)) is None
+    assert heard.came_to_its_end
+    assert not heard.ear.is_busy
 
 
 def some_replies(chance: random.Random) -> tuple[bytes, list[int]]:
