@@ -306,14 +306,19 @@ def test_a_loop_that_refuses_to_hear_is_listened_to_no_more(
     fails_at: int,
 ) -> None:
     heard, numbers = Heard(loop), [here for here, _ in pipes]
-    usual = loop.add_reader
 
-    def add_reader(number: int, *given: Any) -> None:
-        if number == numbers[fails_at]:
-            raise OSError("no room")
-        usual(number, *given)
+    def refuse(name: str) -> None:
+        usual = getattr(loop, name)
 
-    monkeypatch.setattr(loop, "add_reader", add_reader)
+        def speak(number: int, *given: Any) -> Any:
+            if number == numbers[fails_at]:
+                raise OSError("no room")
+            return usual(number, *given)
+
+        monkeypatch.setattr(loop, name, speak)
+
+    refuse("add_reader")
+    refuse("remove_reader")
     assert heard.run(first(heard.ear, LONG, *numbers)) is None
     assert heard.came_to_its_end
     assert not heard.ear.is_busy
