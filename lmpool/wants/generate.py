@@ -265,7 +265,7 @@ def _stops(given: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """A caller's stop sequences, in order, each once. Raises `PromptError`."""
     if isinstance(given, (str, bytes, bytearray)):
         raise PromptError(f"stop={quoted(given)}: write token ids, such as [lm.encode(text)]")
-    if not given and isinstance(given, tuple):  # most often
+    if type(given) is tuple and not given:  # most often
         return ()
     try:
         sequences = list(islice(given, MAX_STOPS + 1))

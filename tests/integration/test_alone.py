@@ -553,12 +553,20 @@ def is_read(lm: Client) -> bool:
     return lm._client._alone._is_read
 
 
-async def until_read(lm: Client) -> None:
-    """Until the running loop reads what was asked in it."""
+async def one_that_is_read(lm: Client) -> tuple[asyncio.Task[None], list[int]]:
+    """A task whose prompt the running loop reads: where the client's threads were just at work,
+    they read it, and another is asked."""
     until = time.monotonic() + SECONDS
-    while not is_read(lm):
+    while True:
+        task = asyncio.create_task(asked(lm, given := prompt(), timeout=SECONDS))
+        while not (is_read(lm) or task.done()):  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0)
+        if not task.done():
+            return task, given
+        await task
         assert time.monotonic() < until
-        await asyncio.sleep(0)
+        lm._client._alone._needed = 1
+        ask(lm)
 
 
 in_loops = pytest.mark.parametrize("way", ["awaited"], indirect=True)
@@ -600,8 +608,7 @@ def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str) ->
 @in_loops
 def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str) -> None:
     async def cancel(lm: Client) -> None:
-        task = asyncio.create_task(asked(lm))
-        await until_read(lm)
+        task, _ = await one_that_is_read(lm)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -617,20 +624,11 @@ def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str) -> No
 
 @in_loops
 def test_what_the_server_says_of_withdrawn_claims_is_counted(server: RealServer, slow: str) -> None:
-    async def cancels_one_that_is_read(lm: Client) -> bool:
-        task = asyncio.create_task(asked(lm))
-        while not (is_read(lm) or task.done()):  # noqa: ASYNC110 - nobody tells of it
-            await asyncio.sleep(0)
-        was_read = not task.done()
+    async def cancel(lm: Client) -> None:
+        task, _ = await one_that_is_read(lm)
         task.cancel()
-        with suppress(asyncio.CancelledError):
+        with pytest.raises(asyncio.CancelledError):
             await task
-        return was_read
-
-    def one_is_cancelled() -> bool:
-        lm._client._alone._needed = 1
-        ask(lm)
-        return is_alone(lm) and this_loop().run_until_complete(cancels_one_that_is_read(lm))
 
     def are_all() -> bool:
         said = lm.statistics()
@@ -639,7 +637,7 @@ def test_what_the_server_says_of_withdrawn_claims_is_counted(server: RealServer,
 
     with alone(server, slow, request_timeout=SECONDS) as lm:
         for _ in range(3):
-            until(one_is_cancelled, SECONDS, what="one is read")
+            this_loop().run_until_complete(cancel(lm))
             until(are_all, SECONDS, what="all are counted")
 
 
@@ -650,19 +648,18 @@ def test_a_loop_that_was_left_before_it_was_called_away(
 ) -> None:
     """Whose answer is there, while it stood still."""
     with alone(server, slow) as lm:
-        loop, given = asyncio.new_event_loop(), prompt()
+        loop = asyncio.new_event_loop()
+        left: list[asyncio.Task[None]] = []
 
         async def stand_still() -> None:
-            asyncio.create_task(asked(lm, given)).add_done_callback(lambda _: None)
-            await until_read(lm)
+            task, given = await one_that_is_read(lm)
+            left.append(task)
             other = threading.Thread(target=lm.sync.next_token_logprobs, args=(given,))
             other.start()
             other.join(SECONDS)
             loop.stop()
 
-        task = loop.create_task(stand_still())
-        loop.run_forever()
-        assert task.done()
+        loop.run_until_complete(stand_still())
         assert is_read(lm)
         assert not lm._client._session.table.flights
         connection, bell = line_of(lm)._exchange._end, lm._client._alone._bell
@@ -682,8 +679,7 @@ def test_a_loop_that_stands_still_keeps_nobody_waiting(server: RealServer, quick
     """What it reads by itself others may ask for, too, in other threads or within it."""
 
     async def stand_still(lm: Client) -> None:
-        task = asyncio.create_task(asked(lm, given := prompt()))
-        await until_read(lm)
+        task, given = await one_that_is_read(lm)
         others = [threading.Thread(target=lm.sync.next_token_logprobs, args=(given,))]
         others.append(threading.Thread(target=lm.sync.next_token_logprobs, args=(prompt(),)))
         for thread in others:
@@ -707,15 +703,13 @@ def test_a_loop_that_is_left_while_it_reads(server: RealServer, slow: str, how: 
     """Whoever asks elsewhere is served, and nothing is left of a client that closes."""
     with alone(server, slow) as lm:
         loop = asyncio.new_event_loop()
-        task = loop.create_task(asked(lm, timeout=SECONDS))
-
-        loop.run_until_complete(until_read(lm))
+        left = [loop.run_until_complete(one_that_is_read(lm))]
         connection, bell = line_of(lm)._exchange._end, lm._client._alone._bell
         assert bell is not None
         if how != "stopped":
             loop.close()
         if how == "forgotten":
-            del task
+            left.clear()
             gc.collect()
         ask(lm)
         until(lambda: how == "stopped" or not is_read(lm), SECONDS, what="it is given up")
