@@ -569,6 +569,15 @@ async def one_that_is_read(lm: Client) -> tuple[asyncio.Task[None], list[int]]:
         ask(lm)
 
 
+async def cancel_one_that_is_read(lm: Client) -> None:
+    """Nobody reads it then."""
+    task, _ = await one_that_is_read(lm)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not is_read(lm)
+
+
 in_loops = pytest.mark.parametrize("way", ["awaited"], indirect=True)
 
 
@@ -607,16 +616,9 @@ def test_tasks_that_ask_by_turns_and_together(server: RealServer, quick: str) ->
 
 @in_loops
 def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str) -> None:
-    async def cancel(lm: Client) -> None:
-        task, _ = await one_that_is_read(lm)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not is_read(lm)
-
     with alone(server, slow) as lm, server.client() as connection:
         shard = lm._client._session.shards[0]
-        this_loop().run_until_complete(cancel(lm))
+        this_loop().run_until_complete(cancel_one_that_is_read(lm))
         until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
         assert lm.statistics()["withdrawn"] == 1
         ask(lm)
@@ -624,12 +626,6 @@ def test_a_task_that_is_cancelled_withdraws(server: RealServer, slow: str) -> No
 
 @in_loops
 def test_what_the_server_says_of_withdrawn_claims_is_counted(server: RealServer, slow: str) -> None:
-    async def cancel(lm: Client) -> None:
-        task, _ = await one_that_is_read(lm)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
     def are_all() -> bool:
         said = lm.statistics()
         ways = ("local_hits", "cache_hits", "joined", "queued")
@@ -637,7 +633,7 @@ def test_what_the_server_says_of_withdrawn_claims_is_counted(server: RealServer,
 
     with alone(server, slow, request_timeout=SECONDS) as lm:
         for _ in range(3):
-            this_loop().run_until_complete(cancel(lm))
+            this_loop().run_until_complete(cancel_one_that_is_read(lm))
             until(are_all, SECONDS, what="all are counted")
 
 
