@@ -214,7 +214,9 @@ class Caller:
             self._turns.pop(loop, None)  # what a signal's handler asks from here on is another's
             self._latest = None  # another loop's is looked up again
             turn.make_jobs()
-            calls = turn.calls
+            calls = [call for call in turn.calls if not call.is_cancelled]
+            if not calls:
+                return
             reads = len(calls) == 1 and _may_be_read(calls[0]) and can_hear(loop)
             if self._client.submit(calls, reads=reads):
                 self._client.read_in(loop, calls[0])

@@ -193,7 +193,7 @@ class Client:
             claimed = False
             for call in calls:
                 if call.done:
-                    continue  # cancelled in the turn it was made
+                    continue  # it ended in the turn it was made
                 if (
                     call.info is not session.info
                     and call.info is not None

@@ -127,6 +127,11 @@ class PendingCall:
         return self._future is not None and self._future.get_loop().is_closed()
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether the task that awaits it was cancelled, which will say so in the loop's next turn."""
+        return self._future is not None and self._future.cancelled()
+
+    @property
     def has_future(self) -> bool:
         """Whether it was prepared to be awaited."""
         return self._future is not None

@@ -83,8 +83,10 @@ def test_a_call_cancelled_in_the_turn_it_was_made_is_never_sent(lm: lmpool.Poole
         await lm.next_token_logprobs([2])
 
     asyncio.run(main())
-    assert lm.pool_statistics_sync()["computed"] <= 1 + lm.statistics()["withdrawn"]
-    assert lm.statistics()["failed"] == 0
+    assert lm.pool_statistics_sync()["computed"] == 1
+    statistics = lm.statistics()
+    assert statistics["requests"] == statistics["queued"] == 1
+    assert statistics["withdrawn"] == statistics["failed"] == 0
 
 
 def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
