@@ -56,6 +56,12 @@ def server(server_binary: str) -> Iterator[RealServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def _confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else the client's threads look at the pool now and then, and have what is asked then."""
+    monkeypatch.setattr(sender_module, "CONFIRMED_FOR", 20 * SECONDS)
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A line for each batch that the quick pool's engine ran."""
@@ -304,13 +310,8 @@ def test_a_handler_may_ask_for_the_same_prompt(server: RealServer, slow: str, ho
             thread.start()
             thread.join(SECONDS)
 
-        sender = lm._client._session
         before = signal.signal(signal.SIGALRM, handle)
         try:
-            sender.confirmed = time.monotonic() + 60  # nor does the sender wake up by itself
-            with sender.lock:
-                sender.work.notify_all()
-            time.sleep(0.1)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             found = counted(lm, lambda: ask(lm, asked))
         finally:
@@ -381,7 +382,7 @@ def test_a_third_connection_that_nobody_serves_keeps_nobody_waiting(server_binar
         began = time.monotonic()
         for _ in range(300):
             ask(lm)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < SECONDS
         assert not is_alone(lm)
         holder.close()
 
@@ -743,7 +744,7 @@ def test_loops_that_refuse_to_tell_fail_no_call(server: RealServer, quick: str) 
             raise OSError("no room for another")
 
     with alone(server, quick) as lm, closing(Full()) as loop:
-        for _ in range(20):
+        for _ in range(6):
             until(lambda: ask(lm) or is_alone(lm), SECONDS)
             loop.run_until_complete(asked(lm))
         assert lm._client._alone._needed > 1
@@ -752,11 +753,10 @@ def test_loops_that_refuse_to_tell_fail_no_call(server: RealServer, quick: str) 
 @in_loops
 def test_one_client_in_one_loop_after_another(server: RealServer, quick: str) -> None:
     with alone(server, quick) as lm:
-        line, session = line_of(lm), lm._client._session
+        line = line_of(lm)
 
         async def some() -> None:
             for _ in range(5):
-                session.confirmed = time.monotonic()  # or else the threads look at the pool
                 await asked(lm)
 
         for _ in range(5):
