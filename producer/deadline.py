@@ -49,5 +49,8 @@ class Deadline:
 
     def error(self, missing: str, more: str = "") -> PoolTimeout:
         """The error of who waited until then: what was missing, and what else there is to say."""
-        after = "" if self.timeout is None else f" after {self.timeout:g} s"
-        return PoolTimeout(f"{missing}{after}{more}")
+        if self.timeout is None:
+            return PoolTimeout(f"{missing}{more}")
+        # Who passes on what is left of a time of its own says 14.9998.
+        seconds = f"{self.timeout:.3g}" if self.timeout < 100 else f"{self.timeout:.0f}"
+        return PoolTimeout(f"{missing} after {seconds} s{more}")

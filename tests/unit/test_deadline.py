@@ -33,3 +33,11 @@ def test_longer_than_anyone_waits_is_for_ever(timeout: object) -> None:
 def test_what_is_no_timeout_is_refused(timeout: object) -> None:
     with pytest.raises(SettingsError, match="timeout="):
         Deadline.checked(timeout, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "said"),
+    [(0.25, "0.25"), (14.99983, "15"), (0.09999341, "0.1"), (99.9, "99.9"), (3600.0, "3600")],
+)
+def test_errors_say_the_seconds_as_people_do(timeout: float, said: str) -> None:
+    assert str(Deadline(timeout).error("no row")) == f"no row after {said} s"
