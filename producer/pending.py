@@ -128,7 +128,7 @@ class PendingCall:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the task that awaits it was cancelled, which will say so in the loop's next turn."""
+        """Whether the task that awaits it was cancelled, which will say so soon."""
         return self._future is not None and self._future.cancelled()
 
     @property
