@@ -102,7 +102,7 @@ def cluster(_cluster: Cluster) -> Cluster:
 
 @pytest.fixture
 def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
-    """When all is done the streams are empty, and nobody has left a key that does not expire.
+    """When all is done the streams are empty, and no client has left anything.
 
     For `pytest.mark.usefixtures`: made before the fixtures of workers, it looks when they are gone.
     """

@@ -328,6 +328,8 @@ def test_nothing_is_left_behind(server_binary, tmp_path):
             lasting = {"lmpool:p", f"lmpool:p:{fingerprint8}:vocabulary", *shard.groups}
             asyncio.run(use(server.url, workers))
             until_at_rest(client, "p")
+            # An idle worker's next look takes off the index what waits no more.
+            until(lambda: not client.exists(shard.waiting), what="the index to be empty")
             assert _lasting_keys(client) == {*lasting, shard.adapters}
             with connected(server.url, "p") as lm:
                 assert lm.pool_statistics_sync()["backlog"] == 0
