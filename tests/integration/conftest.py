@@ -113,6 +113,12 @@ def nothing_is_left(any_server: str, pool_name: str) -> Iterator[None]:
 
 
 @pytest.fixture
+def confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else the client's threads look at the pool now and then, and have what is asked then."""
+    monkeypatch.setattr("lmpool.producer.sender.CONFIRMED_FOR", 600.0)
+
+
+@pytest.fixture
 def unhurried_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that are closed delete what is theirs, however late their threads are: after some
     seconds they would leave it to end by itself."""

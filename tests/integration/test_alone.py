@@ -41,7 +41,11 @@ from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import WorkerProcess, worker_process
 
-pytestmark = [pytest.mark.server, pytest.mark.one_server, pytest.mark.usefixtures("way")]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.one_server,
+    pytest.mark.usefixtures("way", "confirmed"),
+]
 
 SIZE = 64
 FAILS = 63
@@ -54,12 +58,6 @@ Client = lmpool.PooledLM[Any]
 def server(server_binary: str) -> Iterator[RealServer]:
     with RealServer() as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else the client's threads look at the pool now and then, and have what is asked then."""
-    monkeypatch.setattr(sender_module, "CONFIRMED_FOR", 20 * SECONDS)
 
 
 @pytest.fixture(scope="module")

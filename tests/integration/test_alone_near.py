@@ -42,7 +42,7 @@ from tests.support.workers import worker_process
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.usefixtures("way"),
+    pytest.mark.usefixtures("way", "confirmed"),
     pytest.mark.one_server,
     pytest.mark.skipif(
         not (IS_ORDERED and os.path.isdir("/dev/shm")), reason="no memory that is shared in order"
@@ -117,12 +117,6 @@ def near(server: RealServer, pool: str, **options: Any) -> Iterator[Client]:
 def folder_of(lm: Client) -> Neighbourhood:
     assert lm._client.info is not None
     return Neighbourhood.of_pool(lm.pool, lm._client.info.fingerprint8)
-
-
-@pytest.fixture(autouse=True)
-def _confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or else the client's threads look at the pool now and then, and have what is asked then."""
-    monkeypatch.setattr(sender_module, "CONFIRMED_FOR", 20 * SECONDS)
 
 
 @pytest.fixture
