@@ -166,6 +166,14 @@ def pool_name() -> str:
     return f"t{os.getpid()}-{next(_pool_numbers)}"
 
 
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the test itself logs: asyncio tells of tasks that others left as soon as they are
+    collected, which is now."""
+    gc.collect()
+    return caplog
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):

@@ -38,7 +38,7 @@ from tests.support.calling import call
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import worker_process
+from tests.support.workers import WorkerProcess, worker_process
 
 pytestmark = [
     pytest.mark.server,
@@ -552,6 +552,29 @@ def test_a_client_that_nobody_has_any_more_leaves_nothing(server: RealServer, qu
     until(lambda: len(os.listdir("/proc/self/fd")) < before, SECONDS)
 
 
+def one_that_waits(lm: Client, worker: WorkerProcess) -> tuple[list[int], threading.Thread]:
+    """A prompt that a thread reads near, queued at a paused worker. Where that stopped with the
+    notice of the row before still to be said, the client's threads read it, and another is asked.
+    """
+    alone, session = lm._client._alone, lm._client._session
+
+    def is_theirs() -> bool:
+        with session.lock:
+            return bool(session.table.flights) and alone._call is None
+
+    while True:
+        until_near(lm)
+        line, thread = line_of(lm), threading.Thread(target=ask, args=(lm, asked := prompt()))
+        worker.pause()
+        thread.start()
+        until(lambda: line.claim or is_theirs(), SECONDS)
+        if line.claim:
+            return asked, thread
+        worker.resume()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
 def test_a_worker_of_another_server_is_not_read(
     server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,8 +589,9 @@ def test_a_worker_of_another_server_is_not_read(
     ):
         until(lambda: ask(their_lm) or their_lm._client._session.near.are_usual, SECONDS)
         with near(server, name) as lm:
-            asked, owners, line = prompt(), list[str](), line_of(lm)
-            until(lambda: ask(lm) or line._patience > 0, SECONDS)  # its threads are at rest
+            monkeypatch.setattr(Session, "check_every", SECONDS)
+            asked, thread = one_that_waits(lm, worker)
+            owners, line = list[str](), line_of(lm)
             knows = line._knows
 
             def asks(worker: str) -> bool:
@@ -575,11 +599,6 @@ def test_a_worker_of_another_server_is_not_read(
                 return knows(worker)
 
             line._knows = asks
-            monkeypatch.setattr(Session, "check_every", SECONDS)
-            thread = threading.Thread(target=ask, args=(lm, asked))
-            worker.pause()
-            thread.start()
-            until(lambda: line.claim, SECONDS)  # the server has said that it is queued
             ask(their_lm, asked)
             until(lambda: owners, SECONDS)
             worker.resume()
