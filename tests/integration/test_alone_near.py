@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -558,21 +559,25 @@ def one_that_waits(lm: Client, worker: WorkerProcess) -> tuple[list[int], thread
     """
     alone, session = lm._client._alone, lm._client._session
 
-    def is_theirs() -> bool:
+    def reader(line: Line) -> str:
+        """Who reads what was asked, once that is known."""
         with session.lock:
-            return bool(session.table.flights) and alone._call is None
+            if line.claim:
+                return "its caller"
+            return "the threads" if session.table.flights and alone._call is None else ""
 
-    while True:
+    for _ in range(20):
         until_near(lm)
-        line, thread = line_of(lm), threading.Thread(target=ask, args=(lm, asked := prompt()))
+        known = partial(reader, line_of(lm))
+        thread = threading.Thread(target=ask, args=(lm, asked := prompt()))
         worker.pause()
         thread.start()
-        until(lambda: line.claim or is_theirs(), SECONDS)
-        if line.claim:
+        if until(known, SECONDS) == "its caller":
             return asked, thread
         worker.resume()
         thread.join(SECONDS)
         assert not thread.is_alive()
+    pytest.fail("the client's threads read all of them")
 
 
 def test_a_worker_of_another_server_is_not_read(
