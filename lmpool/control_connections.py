@@ -46,8 +46,18 @@ def control_pool(url: str, keys: PoolKeys) -> ConnectionPool:
         known = Sentinels.parse(url)
         sentinel = Sentinel(known.hosts, sentinel_kwargs=to_sentinels(known))
         given = {**known.options, **known.tls_options, **options}
-        return SentinelConnectionPool(known.service, sentinel, **given)
+        return _PrimaryPool(known.service, sentinel, **given)  # type: ignore[no-untyped-call]
     return ConnectionPool.from_url(url, **options)
+
+
+class _PrimaryPool(SentinelConnectionPool):
+    """redis-py's, which leaves connections to the Sentinels open."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        if inuse_connections:  # else it is redis-py, which has just asked them
+            for sentinel in self.sentinel_manager.sentinels:
+                await sentinel.connection_pool.disconnect()
 
 
 class _Parser(SlotErrors, DefaultParser):  # type: ignore[misc, valid-type]

@@ -39,6 +39,13 @@ class PrimaryPool(SentinelConnectionPool):
             connection.disconnect()  # the next command asks the Sentinels
         super().release(connection)
 
+    def disconnect(self, inuse_connections: bool = True) -> None:
+        """End all connections, those to the Sentinels, too: redis-py leaves these open."""
+        super().disconnect(inuse_connections)
+        if inuse_connections:  # else it is redis-py, which has just asked them
+            for sentinel in self.sentinel_manager.sentinels:
+                sentinel.connection_pool.disconnect()
+
     def knows(self, address: Address) -> bool:
         """Take `address` for the primary's; whether it was taken for it already."""
         known: bool = self.proxy.master_address == address

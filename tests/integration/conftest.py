@@ -119,6 +119,13 @@ def confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients look soon after what they wait for. With a short `workers_timeout` they would, too,
+    and take a worker for dead whose sign of life comes late on a busy machine."""
+    monkeypatch.setattr("lmpool.producer.session.CHECK_EVERY", 0.25)
+
+
+@pytest.fixture
 def unhurried_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that are closed delete what is theirs, however late their threads are: after some
     seconds they would leave it to end by itself."""

@@ -204,9 +204,10 @@ def test_who_waits_no_longer_withdraws(server: RealServer, slow: str) -> None:
         until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
 
 
+@pytest.mark.usefixtures("looks_soon")
 def test_what_takes_long_is_looked_after_by_the_threads(server: RealServer, slow: str) -> None:
     """They renew leases, and see whether workers live."""
-    with alone(server, slow, workers_timeout=1.0) as lm:
+    with alone(server, slow) as lm:
         assert counted(lm, lambda: ask(lm)) == {"requests": 1, "queued": 1}
 
 

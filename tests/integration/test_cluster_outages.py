@@ -190,7 +190,7 @@ def test_a_cluster_url_of_a_plain_server_is_answered_with_what_to_write(
 def test_nobody_serves(cluster: Cluster, pool_name: str) -> None:
     with ExitStack() as stack:
         stack.enter_context(in_process_worker(cluster.url, pool_name))
-        with connected(cluster.url, pool_name, workers_timeout=1.0, cache_bytes=0) as lm:
+        with connected(cluster.url, pool_name, workers_timeout=5.0, cache_bytes=0) as lm:
             lm.next_token_logprobs_sync([1])
             stack.close()
             with pytest.raises(NoWorkers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -9,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis.asyncio
 import redis.exceptions
+from redis.asyncio.connection import ConnectionPool
 
 import lmpool
 from lmpool.backends.mock import mock_row
+from lmpool.control_connections import control_pool
 from lmpool.errors import ServerUnreachable
+from lmpool.keys import PoolKeys
 from lmpool.server import open_server
 from lmpool.worker.service import Service
 from tests.support.clients import connected
@@ -65,6 +70,36 @@ def test_a_client_that_met_no_sentinel_connects_later(primary: RealServer, pool_
         stack.enter_context(sentinels(primary, replicas=0, ports=[port]))
         stack.enter_context(in_process_worker(url, pool_name))
         np.testing.assert_array_equal(lm.next_token_logprobs_sync([1]), mock_row([1], 256))
+
+
+def test_who_has_ended_is_connected_to_no_sentinel(primary: RealServer, pool_name: str) -> None:
+    """Also while somebody holds what it asked with: an error's traceback may, for ever."""
+    port = free_port()
+
+    def is_as_before() -> bool:
+        return len(looks.client_list()) == before
+
+    async def ask_for_control_jobs(url: str) -> ConnectionPool:
+        pool = control_pool(url, PoolKeys(pool_name))
+        asks = redis.asyncio.Redis(connection_pool=pool)
+        assert await asks.ping()
+        assert not is_as_before()
+        await asks.aclose(close_connection_pool=True)
+        await asyncio.to_thread(until, is_as_before)
+        return pool
+
+    with (
+        sentinels(primary, replicas=0, ports=[port]) as url,
+        redis.Redis(port=port, protocol=2) as looks,
+    ):
+        before = len(looks.client_list())
+        held: list[object] = []
+        with in_process_worker(url, pool_name) as worker, connected(url, pool_name) as lm:
+            held += worker, lm
+            lm.next_token_logprobs_sync([1])
+            assert not is_as_before()
+        until(is_as_before, what="connections to be closed")
+        held.append(asyncio.run(ask_for_control_jobs(url)))
 
 
 def test_a_worker_whose_threads_meet_no_sentinel_is_not_deaf(
