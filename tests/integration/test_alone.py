@@ -31,8 +31,10 @@ from lmpool.errors import (
     PromptFailed,
     ServerUnreachable,
 )
+from lmpool.producer import line as line_module
 from lmpool.producer import sender as sender_module
 from lmpool.producer.line import Line
+from lmpool.producer.session import Session
 from lmpool.wants import Draw
 from tests.support.calling import call, this_loop
 from tests.support.clients import connected
@@ -187,19 +189,20 @@ def test_a_prompt_that_fails_is_computed_once(server: RealServer, quick: str, lo
         assert len(new) == 2, new
 
 
-def test_who_waits_no_longer_withdraws(server: RealServer, slow: str) -> None:
-    with alone(server, slow) as lm, server.client() as connection:
+def test_who_waits_no_longer_withdraws(server: RealServer) -> None:
+    with (
+        worker_process(server.url, "asleep", engine_opts={"vocab_size": SIZE}) as worker,
+        alone(server, "asleep") as lm,
+        server.client() as connection,
+    ):
         shard = lm._client._session.shards[0]
-        with connected(server.url, slow) as other:
-            busy = threading.Thread(target=ask, args=(other,))
-            busy.start()
-            until(lambda: other.statistics()["queued"] == 1, what="the worker to be busy")
-            with pytest.raises(PoolTimeout):
-                ask(lm, timeout=0.2)
-            waiting = shard.stream("interactive").key
-            until(lambda: connection.xlen(waiting) <= 1, 0.7, what="the job to be gone")
-            busy.join()
+        worker.pause()
+        with pytest.raises(PoolTimeout):
+            ask(lm, timeout=0.2)
+        waiting = shard.stream("interactive").key
+        until(lambda: connection.xlen(waiting) == 0, SECONDS, what="the job to be gone")
         assert lm.statistics()["withdrawn"] == 1
+        worker.resume()
         ask(lm)
         until(lambda: not connection.keys(f"{shard.prefix}:flight:*"), what="no flight to be left")
 
@@ -212,8 +215,17 @@ def test_what_takes_long_is_looked_after_by_the_threads(server: RealServer, slow
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "closed"])
-def test_another_thread_ends_it(server: RealServer, slow: str, how: str) -> None:
-    with alone(server, slow) as lm:
+def test_another_thread_ends_it(
+    server: RealServer, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Who reads is woken, or waits so long.
+    monkeypatch.setattr(Session, "check_every", 2 * SECONDS)
+    monkeypatch.setattr(line_module, "BLOCK_MS", str(2000 * SECONDS))
+    with (
+        worker_process(server.url, "asleep", engine_opts={"vocab_size": SIZE}) as worker,
+        alone(server, "asleep") as lm,
+    ):
+        worker.pause()
         ended: list[BaseException] = []
 
         def wait() -> None:
@@ -225,11 +237,11 @@ def test_another_thread_ends_it(server: RealServer, slow: str, how: str) -> None
         thread = threading.Thread(target=wait)
         thread.start()
         until(lambda: lm._client._session.table.flights, what="it to be asked")
-        began = time.monotonic()
         lm.reset_async_queries() if how == "withdrawn" else lm.close()
-        thread.join(SECONDS)
-        assert time.monotonic() - began < 0.9
+        thread.join(SECONDS / 2)
+        assert not thread.is_alive()
         assert isinstance(ended[0], ClientClosed) == (how == "closed"), ended
+        worker.resume()
         if how == "withdrawn":
             ask(lm)
         name = f"*:reply:{lm._client._session.id}*"

@@ -55,8 +55,8 @@ SIZE = 8192
 FAILS = SIZE - 1
 ENGINE = {"vocab_size": SIZE, "fail_token": FAILS}
 SECONDS = 30
-SOON = 1.5
-"""Seconds in which the client's threads would not have looked after it."""
+SOON = SECONDS / 2
+"""Seconds in which the client's threads do not look after it where they wait `SECONDS`."""
 NEW = random.Random(11)
 Client = lmpool.PooledLM[Any]
 
@@ -121,10 +121,14 @@ def folder_of(lm: Client) -> Neighbourhood:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, nobody looks after a prompt that its caller reads, nor asks the
-    server beside the row."""
+def never_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, nobody looks after a prompt that its caller reads."""
     monkeypatch.setattr(Session, "check_every", SECONDS)
+
+
+@pytest.fixture
+def patient(never_looks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its caller ask the server beside the row."""
     monkeypatch.setattr(line_module, "PATIENCE", SECONDS)
     monkeypatch.setattr(line_module, "PATIENCE_MOST", SECONDS)
 
@@ -216,6 +220,7 @@ def test_small_answers_first(server: RealServer, quick: str) -> None:
         ask_top(lm)
 
 
+@pytest.mark.usefixtures("never_looks")
 def test_a_prompt_that_fails_says_so_soon(server: RealServer, quick: str) -> None:
     with near(server, quick) as lm:
         for _ in range(3):
@@ -317,6 +322,7 @@ def test_who_joins_another_clients_prompt_reads_the_row_near(
         assert line_of(lm) is line
 
 
+@pytest.mark.usefixtures("never_looks")
 def test_a_place_that_was_taken_away(server: RealServer, quick: str) -> None:
     """Workers do not find it: the row comes from the server, and the next name has another."""
     with near(server, quick) as lm:
@@ -332,6 +338,7 @@ def test_a_place_that_was_taken_away(server: RealServer, quick: str) -> None:
         assert line_of(lm) is not line
 
 
+@pytest.mark.usefixtures("never_looks")
 def test_another_worker_that_lays_nothing(server: RealServer) -> None:
     with (
         worker_process(server.url, "moves", engine_opts=ENGINE) as first,
@@ -613,6 +620,7 @@ def test_a_worker_of_another_server_is_not_read(
             assert lm._client._alone._line is not line
 
 
+@pytest.mark.usefixtures("never_looks")
 def test_time_that_is_over_is_said(server: RealServer) -> None:
     engine = {**ENGINE, "delay": 0.5}
     with worker_process(server.url, "late", engine_opts=engine), near(server, "late") as lm:
