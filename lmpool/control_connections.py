@@ -51,13 +51,16 @@ def control_pool(url: str, keys: PoolKeys) -> ConnectionPool:
 
 
 class _PrimaryPool(SentinelConnectionPool):
-    """redis-py's, which leaves connections to the Sentinels open."""
+    """redis-py's, but whoever ends it ends its connections to the Sentinels, too."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        await super().disconnect(inuse_connections)
-        if inuse_connections:  # else it is redis-py, which has just asked them
-            for sentinel in self.sentinel_manager.sentinels:
-                await sentinel.connection_pool.disconnect()
+        try:
+            await super().disconnect(inuse_connections)
+        finally:
+            if inuse_connections:  # else it is redis-py, in the midst of asking them
+                sentinels = self.sentinel_manager.sentinels
+                ends = [sentinel.connection_pool.disconnect() for sentinel in sentinels]
+                await asyncio.gather(*ends, return_exceptions=True)
 
 
 class _Parser(SlotErrors, DefaultParser):  # type: ignore[misc, valid-type]

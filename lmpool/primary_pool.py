@@ -40,9 +40,10 @@ class PrimaryPool(SentinelConnectionPool):
         super().release(connection)
 
     def disconnect(self, inuse_connections: bool = True) -> None:
-        """End all connections, those to the Sentinels, too: redis-py leaves these open."""
+        """End the connections, all or those that are idle; with all of them those to the Sentinels,
+        which redis-py leaves open. For the thread that asks these."""
         super().disconnect(inuse_connections)
-        if inuse_connections:  # else it is redis-py, which has just asked them
+        if inuse_connections:  # else it is redis-py, in the midst of asking them
             for sentinel in self.sentinel_manager.sentinels:
                 sentinel.connection_pool.disconnect()
 

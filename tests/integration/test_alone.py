@@ -236,7 +236,7 @@ def test_another_thread_ends_it(
 
         thread = threading.Thread(target=wait)
         thread.start()
-        until(lambda: lm._client._session.table.flights, what="it to be asked")
+        until(lambda: lm._client._alone._call, what="it to be read")
         lm.reset_async_queries() if how == "withdrawn" else lm.close()
         thread.join(SECONDS / 2)
         assert not thread.is_alive()

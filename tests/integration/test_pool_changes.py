@@ -238,15 +238,16 @@ def test_what_the_server_forgot_is_sent_again(
 @pytest.mark.one_shard
 @pytest.mark.usefixtures("looks_soon")
 def test_a_client_that_was_taken_for_dead_still_gets_its_rows(
-    any_server: str, start_pool: Callable[..., str], redis_client: redis.Redis
+    any_server: str, start_pool: Callable[..., str], hold: Hold, redis_client: redis.Redis
 ) -> None:
-    pool = start_pool(delay=0.2, batch_size=1)
+    pool = start_pool(batch_size=1)
     with connected(any_server, pool) as lm, ThreadPoolExecutor(1) as threads:
         rows = threads.submit(lm.batch_next_token_logprobs_sync, [[1], [2], [3]])
         until(lambda: lm.statistics()["queued"] == 3)
         (shard,) = shards_of(redis_client, pool)
         for reply in redis_client.scan_iter(f"{shard.prefix}:reply:*", count=1000):
             redis_client.delete(reply)
+        hold.open()
         assert np.array_equal(rows.result(60), rows_of([[1], [2], [3]]))
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -34,10 +35,12 @@ WORKER = intake, publishing
 
 
 @contextmanager
-def paused(seed: int, share: float = 0.01, longest: float = 0.02) -> Iterator[None]:
-    """Before and after such a share of the steps, each a method of a module above, for so many
-    seconds at most. Whoever goes on meanwhile may be another at each run, whatever the seed."""
-    chance = random.Random(seed)
+def paused(seed: int, share: float = 0.01, longest: float = 0.02) -> Iterator[Counter[str]]:
+    """Before and after such a share of the steps, for so many seconds at most: of plain methods of
+    the modules above, of clients and workers that are made from now on. Who goes on meanwhile may
+    be another at each run, whatever the seed. Yields how often each step was made, as `Class.name`.
+    """
+    chance, made = random.Random(seed), Counter[str]()
 
     def pause() -> None:
         if chance.random() < share:
@@ -46,6 +49,7 @@ def paused(seed: int, share: float = 0.01, longest: float = 0.02) -> Iterator[No
     def with_pauses(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
+            made[step.__qualname__] += 1
             pause()
             try:
                 return step(*args, **kwargs)
@@ -58,7 +62,7 @@ def paused(seed: int, share: float = 0.01, longest: float = 0.02) -> Iterator[No
         for module in (*CLIENT, *WORKER):
             for owner, name, step in _steps(module):
                 patch.setattr(owner, name, with_pauses(step))
-        yield
+        yield made
 
 
 def _steps(module: ModuleType) -> Iterator[tuple[type, str, Callable[..., Any]]]:
