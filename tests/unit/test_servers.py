@@ -197,6 +197,9 @@ def test_a_pool_whose_shards_lie_on_several_servers_serves(
 class Named:
     """Sentinels that name one server."""
 
+    sentinels = ()
+    """Connections to them."""
+
     def __init__(self, server: FakeServer) -> None:
         self.server = server
 
