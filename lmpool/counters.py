@@ -46,7 +46,7 @@ FAILED: Final = Counter(
     "failed", "lmpool_jobs_failed_total", "Jobs that ended in an error, those given up among them."
 )
 EXPIRED: Final = Counter(
-    "expired", "lmpool_jobs_expired_total", "Jobs whose deadline passed before a worker ran them."
+    "expired", "lmpool_jobs_expired_total", "Jobs whose deadline passed before they were computed."
 )
 EVICTED: Final = Counter(
     "evicted",

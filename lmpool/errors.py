@@ -13,7 +13,7 @@
     │   ├── PoolBusy                      the backlog is at its bound
     │   └── PoolMismatch                  another model is served under that name
     ├── PoolTimeout (TimeoutError)        a wait was longer than its `timeout`
-    │   └── JobExpired                    the job's deadline passed before a worker ran it
+    │   └── JobExpired                    a worker saw first that it was
     ├── ServerError
     │   ├── ServerUnreachable             no connection
     │   ├── ServerRefused                 wrong password, user or permission
@@ -114,7 +114,7 @@ class PoolTimeout(LmpoolError, TimeoutError):
 
 
 class JobExpired(PoolTimeout):
-    """The job's deadline passed before a worker ran it."""
+    """That, told by a worker: the job's deadline passed before it was computed."""
 
 
 class ServerError(LmpoolError):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final, cast
 
 from lmpool.checks import said
-from lmpool.errors import LmpoolError
+from lmpool.errors import JobExpired, LmpoolError, PoolTimeout
 from lmpool.model_info import ModelInfo
 from lmpool.producer.blocking import loop_or_blocking
 from lmpool.producer.call_options import CallOptions
@@ -170,11 +170,9 @@ class Caller:
 
     def end(self, call: PendingCall, options: CallOptions) -> list[Answer | LmpoolError]:
         """The answers, once that was waited for. Raises as `answers`."""
-        if not call.done and self._client.forget(call):  # else it ended at the same moment
-            call.error = options.deadline.error(
-                f"{call.left} of {len(call.jobs)} answers were not there",
-                f"; they were withdrawn (pool {self._client.options.pool!r})",
-            )
+        is_late = not call.done and self._client.forget(call)  # else it ended at the same moment
+        if is_late or ((call.error is not None or call.keeps_errors) and call.expired):
+            call.error, call.failed = self._overdue(call, options), None
         if call.span is None:
             return answers_of(call)
         try:
@@ -184,6 +182,13 @@ class Caller:
             raise
         call.span.end(next((each for each in answers if isinstance(each, LmpoolError)), None))
         return answers
+
+    def _overdue(self, call: PendingCall, options: CallOptions) -> PoolTimeout:
+        return options.deadline.error(
+            f"{call.missing} of {len(call.jobs)} answers were not there",
+            f"; they were withdrawn (pool {self._client.options.pool!r})",
+            JobExpired if call.expired else PoolTimeout,
+        )
 
     def _turn_of(self, loop: asyncio.AbstractEventLoop) -> _Turn:
         now = time.monotonic()
@@ -298,7 +303,10 @@ def answers_of(call: PendingCall) -> list[Answer | LmpoolError]:
         if error is not None:
             raise error.of(call.failed)
         return cast("list[Answer | LmpoolError]", call.answers)
-    found = [error if given is None else given for given in call.answers]
+    found = [
+        error or given if given is None or isinstance(given, JobExpired) else given
+        for given in call.answers
+    ]
     return [
         given.of(place) if isinstance(given, LmpoolError) else cast(Answer, given)
         for place, given in enumerate(found)

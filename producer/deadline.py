@@ -47,10 +47,14 @@ class Deadline:
         left = self.left()
         return None if left is None else max(left, seconds)
 
-    def error(self, missing: str, more: str = "") -> PoolTimeout:
-        """The error of who waited until then: what was missing, and what else there is to say."""
+    def error(
+        self, missing: str, more: str = "", kind: type[PoolTimeout] = PoolTimeout
+    ) -> PoolTimeout:
+        """The error of who waited until then: what was missing, and what else there is to say. It
+        says the same whoever saw first that the time is over: of a worker, `kind` is `JobExpired`.
+        """
         if self.timeout is None:
-            return PoolTimeout(f"{missing}{more}")
+            return kind(f"{missing}{more}")
         # Who passes on what is left of a time of its own says 14.9998.
         seconds = f"{self.timeout:.3g}" if self.timeout < 100 else f"{self.timeout:.0f}"
-        return PoolTimeout(f"{missing} after {seconds} s{more}")
+        return kind(f"{missing} after {seconds} s{more}")

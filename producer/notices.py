@@ -46,7 +46,7 @@ def _parts(entry: str) -> tuple[int, int]:
 def error_of(notice: Notice, flight: Flight) -> LmpoolError:
     """What a notice that no result is there means for who waits."""
     if notice.status == "expired":
-        return JobExpired("the job's deadline passed before a worker ran it")
+        return JobExpired("the job's deadline passed before it was computed")
     if notice.status == "unknown_adapter":
         return UnknownAdapter(notice.error)
     if notice.status == "refused":

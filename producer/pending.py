@@ -8,7 +8,7 @@ from asyncio.events import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from lmpool.errors import LmpoolError
+from lmpool.errors import JobExpired, LmpoolError
 from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.stacking import STACKED, Taking
@@ -75,6 +75,18 @@ class PendingCall:
     def done(self) -> bool:
         """Whether every answer is there, or an error."""
         return self.left == 0 or self.error is not None
+
+    @property
+    def expired(self) -> bool:
+        """Whether a worker was the first to see that its time is over."""
+        return isinstance(self.error, JobExpired) or any(
+            isinstance(answer, JobExpired) for answer in self.answers
+        )
+
+    @property
+    def missing(self) -> int:
+        """How many answers are not there, those included that a worker saw to be late."""
+        return self.left + sum(isinstance(answer, JobExpired) for answer in self.answers)
 
     def take(self, place: int, answer: Answer) -> bool:
         """A job's answer is there. Whether who waits is to be woken: the call is done by that, or

@@ -9,7 +9,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.errors import LmpoolError, PoolMismatch, PromptFailed, UnknownAdapter
+from lmpool.errors import (
+    JobExpired,
+    LmpoolError,
+    PoolMismatch,
+    PoolTimeout,
+    PromptFailed,
+    UnknownAdapter,
+)
 from lmpool.producer.blocking import is_blocking, running_loop
 from lmpool.producer.caller import answers_of
 from lmpool.producer.client import Client
@@ -82,9 +89,7 @@ class PieceReader:
             if self._call is not call:
                 continue  # to be begun once more
             if self._deadline.left() == 0.0:
-                error = self._deadline.error(
-                    f"the continuation had {self._number} tokens and no end", "; it was withdrawn"
-                )
+                error = self._overdue()
                 self._end_span(error)
                 self.close()
                 raise error
@@ -125,10 +130,12 @@ class PieceReader:
                 self._end_span(error)
                 raise
             return None
-        except LmpoolError as error:
+        except LmpoolError as found:
+            # A worker may be the first to see that the time is over.
+            failure = self._overdue(JobExpired) if isinstance(found, JobExpired) else found
             self._ended = True
-            self._end_span(error)
-            raise
+            self._end_span(failure)
+            raise failure from None
         self._ended = True
         try:
             self._check(call, whole)
@@ -144,6 +151,11 @@ class PieceReader:
             rest.top_logprobs,
             whole.finish_reason,
             whole.ending,
+        )
+
+    def _overdue(self, kind: type[PoolTimeout] = PoolTimeout) -> PoolTimeout:
+        return self._deadline.error(
+            f"the continuation had {self._number} tokens and no end", "; it was withdrawn", kind
         )
 
     def _check(self, call: StreamCall, whole: Generation) -> None:

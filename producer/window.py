@@ -13,6 +13,7 @@ from typing import Final, Generic, TypeVar, cast
 from lmpool.checks import as_integer, quoted
 from lmpool.errors import (
     ClientClosed,
+    JobExpired,
     LmpoolError,
     PoolMismatch,
     PoolTimeout,
@@ -245,10 +246,12 @@ class Window(Generic[GivenT]):
         assert asked.call is not None
         try:
             (answer,) = answers_of(asked.call)
+        except JobExpired:
+            raise _overdue(asked, JobExpired) from None
         except (PoolMismatch, UnknownAdapter):
             return await self._alone(asked.ask, asked.options)
         return cast(Answer, answer)  # a call that keeps no errors raises them
 
 
-def _overdue(asked: _Asked) -> PoolTimeout:
-    return asked.options.deadline.error("the answer was not there", "; it was withdrawn")
+def _overdue(asked: _Asked, kind: type[PoolTimeout] = PoolTimeout) -> PoolTimeout:
+    return asked.options.deadline.error("the answer was not there", "; it was withdrawn", kind)

@@ -185,7 +185,7 @@ class EngineLoop:
             self._metrics.hit("result", len(there))
             self._publisher.put(there)
         for _ in range([*dropped.values()].count("e")):
-            self._status.note_failure("expired", "its deadline passed before it was run")
+            self._status.note_failure("expired", "its deadline passed before it was computed")
         self._status.let_go(delivery for delivery, verdict in dropped.items() if verdict != "x")
         return [delivery for delivery in batch if delivery not in dropped]
 

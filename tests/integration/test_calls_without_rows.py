@@ -6,6 +6,7 @@ Each on fakeredis and on a real server, with a client and one worker.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +20,7 @@ import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import (
     ClientClosed,
+    JobExpired,
     LmpoolError,
     PoolBusy,
     PoolTimeout,
@@ -29,6 +31,8 @@ from lmpool.errors import (
 )
 from lmpool.keys import PoolKeys, streams
 from lmpool.model_info import ModelInfo
+from lmpool.producer.deadline import Deadline
+from lmpool.wants import Draw
 from tests.support.clients import connected
 from tests.support.hold import Hold
 from tests.support.mock_rows import VOCAB, prompts_of, rows_of
@@ -89,6 +93,67 @@ def test_a_call_cancelled_in_the_turn_it_was_made_is_never_sent(lm: lmpool.Poole
     assert statistics["withdrawn"] == statistics["failed"] == 0
 
 
+LATE = {
+    "lone": "1 of 1 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
+    "awaited": "1 of 1 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
+    "batch": "3 of 3 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
+    "kept": "3 of 3 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
+    "windowed": "the answer was not there after 0.5 s; it was withdrawn",
+    "stream": "the continuation had 0 tokens and no end after 0.5 s; it was withdrawn",
+}
+
+
+def late_call(lm: lmpool.PooledLM, way: str) -> None:
+    """Raises what is told of a call that is over after half a second."""
+    rows = [[2], [3], [4]]
+    match way:
+        case "lone":
+            lm.sync.next_token_logprobs([2], timeout=0.5)
+        case "awaited":
+            asyncio.run(lm.next_token_logprobs([2], timeout=0.5))
+        case "batch":
+            lm.sync.batch_next_token_logprobs(rows, timeout=0.5)
+        case "kept":
+            asks = [lmpool.Ask(prompt, Draw(seed=1)) for prompt in rows]
+            errors = lm.sync.ask_many(asks, timeout=0.5, errors="return")
+            assert [str(error) for error in errors] == [str(errors[0])] * 3
+            raise errors[0]
+        case "windowed":
+            list(lm.sync.ask_iter([lmpool.Ask([2], Draw(seed=1))], timeout=0.5))
+        case "stream":
+            list(lm.sync.stream([2], 50, seed=1, eos_token_ids=[], timeout=0.5))
+
+
+@pytest.mark.parametrize("first", ["caller", "worker"])
+@pytest.mark.parametrize("way", LATE)
+def test_who_is_late_is_told_the_same_whoever_saw_it_first(
+    way: str,
+    first: str,
+    any_server: str,
+    start_pool: Callable[..., str],
+    hold: Hold,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = start_pool(batch_size=1)
+    with connected(any_server, pool) as lm, ThreadPoolExecutor(2) as threads:
+        running = threads.submit(lm.sync.next_token_logprobs, [1])
+        assert hold.begun.wait(60)
+        if first == "worker":  # as if the caller's thread did not get to run
+            left = Deadline.left
+            monkeypatch.setattr(Deadline, "left", lambda deadline: (left(deadline) or 0.0) + 60)
+        late = threads.submit(late_call, lm, way)
+        if first == "worker":
+            until(lambda: lm.statistics()["queued"] >= 2)
+            time.sleep(0.6)
+            hold.open()
+        error = late.exception(60)
+        hold.open()
+        assert str(error) == LATE[way].format(pool=pool)
+        assert type(error) is (PoolTimeout if first == "caller" else JobExpired)
+        assert np.array_equal(running.result(60), mock_row([1], VOCAB))
+        until(lambda: lm.pool_statistics_sync()["backlog"] == 0)
+
+
 def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
     any_server: str, start_pool: Callable[..., str], hold: Hold, redis_client: redis.Redis
 ) -> None:
@@ -96,9 +161,7 @@ def test_a_wait_ends_at_its_timeout_and_is_withdrawn(
     with connected(any_server, pool) as lm, ThreadPoolExecutor(1) as threads:
         running = threads.submit(lm.next_token_logprobs_sync, [1])
         assert hold.begun.wait(60)  # or one of the others might be run in its place
-        # The worker may say so first.
-        late = r"were not there after 0\.1 s|the job's deadline passed"
-        with pytest.raises(PoolTimeout, match=rf"2 of 2 answers.*({late})"):
+        with pytest.raises(PoolTimeout, match=r"2 of 2 answers were not there after 0\.1 s"):
             lm.batch_next_token_logprobs_sync([[2], [3]], timeout=0.1)
 
         async def main() -> None:

@@ -4,7 +4,6 @@ callers that go away."""
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 import time
@@ -380,8 +379,7 @@ def test_who_does_not_read_is_ended_and_holds_nothing_up(
             until_at_rest(redis_client, POOL, timeout=60)
             data = everything(raw)
             assert b'"error"' in data
-            # Of a job that it began too late a busy machine's worker says so first.
-            assert re.search(rb"it was withdrawn|deadline passed before a worker ran it", data)
+            assert b"it was withdrawn" in data
 
 
 # --- without room, without workers, without a server ---------------------------------------------

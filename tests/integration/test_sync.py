@@ -84,16 +84,12 @@ def test_whoever_gives_up_withdraws(any_server: str, pool_name: str) -> None:
         async def ask(timeout: float, progress: bool) -> None:
             await lm.batch_next_token_logprobs([[5]], timeout=timeout, progress=progress)
 
-        # Of a job that waits for the one before a busy machine's worker may say so first.
-        late = "|the job's deadline passed before a worker ran it"
         for progress in (False, True):
-            with pytest.raises(PoolTimeout, match="1 of 1 answers" + late):
+            with pytest.raises(PoolTimeout, match="1 of 1 answers"):
                 asyncio.run(ask(0.05, progress))
-        with pytest.raises(
-            PoolTimeout, match=r"1 of 1 answers were not there after 0\.05 s" + late
-        ):
+        with pytest.raises(PoolTimeout, match=r"1 of 1 answers were not there after 0\.05 s"):
             lm.sync.next_token_logprobs([1, 1], timeout=0.05)
-        with pytest.raises(PoolTimeout, match="3 of 3 answers" + late):
+        with pytest.raises(PoolTimeout, match="3 of 3 answers"):
             lm.sync.batch_next_token_logprobs([[2], [3], [4]], timeout=0.15, progress=True)
         statistics = lm.statistics()
         assert statistics["withdrawn"] + statistics["expired"] == 6
