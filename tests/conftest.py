@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from lmpool.producer import session
 from tests.support.cluster import Cluster
 from tests.support.fake import FakeServer
+from tests.support.huge_pages import do_without_huge_pages
 from tests.support.redis_client import open_redis
 from tests.support.server import RealServer, find_server
 from tests.support.workers import leaked_threads, lmpool_threads
@@ -39,6 +40,8 @@ for _number, _handler in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+do_without_huge_pages()
 
 # What is imported and collected stays: no collection looks at it, neither meanwhile nor later.
 gc.disable()
