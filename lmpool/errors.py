@@ -114,7 +114,7 @@ class PoolTimeout(LmpoolError, TimeoutError):
 
 
 class JobExpired(PoolTimeout):
-    """That, told by a worker: the job's deadline passed before it was computed."""
+    """A `PoolTimeout` that a worker told: the job's deadline passed before it was computed."""
 
 
 class ServerError(LmpoolError):

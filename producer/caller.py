@@ -172,7 +172,12 @@ class Caller:
         """The answers, once that was waited for. Raises as `answers`."""
         is_late = not call.done and self._client.forget(call)  # else it ended at the same moment
         if is_late or ((call.error is not None or call.keeps_errors) and call.expired):
-            call.error, call.failed = self._overdue(call, options), None
+            call.failed = None
+            call.error = options.deadline.error(
+                f"{call.missing} of {len(call.jobs)} answers were not there",
+                f"; they were withdrawn (pool {self._client.options.pool!r})",
+                PoolTimeout if is_late else JobExpired,
+            )
         if call.span is None:
             return answers_of(call)
         try:
@@ -182,13 +187,6 @@ class Caller:
             raise
         call.span.end(next((each for each in answers if isinstance(each, LmpoolError)), None))
         return answers
-
-    def _overdue(self, call: PendingCall, options: CallOptions) -> PoolTimeout:
-        return options.deadline.error(
-            f"{call.missing} of {len(call.jobs)} answers were not there",
-            f"; they were withdrawn (pool {self._client.options.pool!r})",
-            JobExpired if call.expired else PoolTimeout,
-        )
 
     def _turn_of(self, loop: asyncio.AbstractEventLoop) -> _Turn:
         now = time.monotonic()
@@ -295,6 +293,15 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
         yield update
 
 
+def _kept(given: Answer | LmpoolError | None, error: LmpoolError | None) -> object:
+    """What stands in one place of a call that ended with `error`, or with none."""
+    if given is None:
+        return error
+    if type(given) is JobExpired and isinstance(error, PoolTimeout):
+        return JobExpired(*error.args)
+    return given
+
+
 def answers_of(call: PendingCall) -> list[Answer | LmpoolError]:
     """What became of a call that is done."""
     error = call.error
@@ -303,10 +310,7 @@ def answers_of(call: PendingCall) -> list[Answer | LmpoolError]:
         if error is not None:
             raise error.of(call.failed)
         return cast("list[Answer | LmpoolError]", call.answers)
-    found = [
-        error or given if given is None or isinstance(given, JobExpired) else given
-        for given in call.answers
-    ]
+    found = [_kept(given, error) for given in call.answers]
     return [
         given.of(place) if isinstance(given, LmpoolError) else cast(Answer, given)
         for place, given in enumerate(found)

@@ -79,14 +79,14 @@ class PendingCall:
     @property
     def expired(self) -> bool:
         """Whether a worker was the first to see that its time is over."""
-        return isinstance(self.error, JobExpired) or any(
-            isinstance(answer, JobExpired) for answer in self.answers
-        )
+        if self.error is not None:
+            return isinstance(self.error, JobExpired)
+        return self.keeps_errors and JobExpired in map(type, self.answers)
 
     @property
     def missing(self) -> int:
         """How many answers are not there, those included that a worker saw to be late."""
-        return self.left + sum(isinstance(answer, JobExpired) for answer in self.answers)
+        return self.left + [*map(type, self.answers)].count(JobExpired)
 
     def take(self, place: int, answer: Answer) -> bool:
         """A job's answer is there. Whether who waits is to be woken: the call is done by that, or
@@ -109,7 +109,7 @@ class PendingCall:
             self.answers[place] = error
             self.left -= 1
             return self.left == 0
-        self.error, self.failed = error, place
+        self.failed, self.error = place, error
         return True
 
     def for_event(self, event: Event) -> PendingCall:
@@ -221,7 +221,7 @@ class LoneCall(PendingCall):
             self._answer = error
             self.left = 0
         else:
-            self.error, self.failed = error, place
+            self.failed, self.error = place, error
         return True
 
 

@@ -130,12 +130,15 @@ class PieceReader:
                 self._end_span(error)
                 raise
             return None
-        except LmpoolError as found:
-            # A worker may be the first to see that the time is over.
-            failure = self._overdue(JobExpired) if isinstance(found, JobExpired) else found
+        except JobExpired:  # a worker was the first to see that the time is over
+            late = self._overdue(JobExpired)
             self._ended = True
-            self._end_span(failure)
-            raise failure from None
+            self._end_span(late)
+            raise late from None
+        except LmpoolError as error:
+            self._ended = True
+            self._end_span(error)
+            raise
         self._ended = True
         try:
             self._check(call, whole)

@@ -18,4 +18,5 @@ def do_without_huge_pages() -> bool:
     """
     if sys.platform != "linux":
         return False
-    return ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+    arguments = [ctypes.c_ulong(value) for value in (1, 0, 0, 0)]
+    return bool(ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, *arguments) == 0)
