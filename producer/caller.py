@@ -171,7 +171,7 @@ class Caller:
     def end(self, call: PendingCall, options: CallOptions) -> list[Answer | LmpoolError]:
         """The answers, once that was waited for. Raises as `answers`."""
         is_late = not call.done and self._client.forget(call)  # else it ended at the same moment
-        if is_late or ((call.error is not None or call.keeps_errors) and call.expired):
+        if is_late or call.expired:
             call.failed = None
             call.error = options.deadline.error(
                 f"{call.missing} of {len(call.jobs)} answers were not there",
