@@ -175,7 +175,7 @@ class Caller:
             call.failed = None
             call.error = options.deadline.error(
                 f"{call.missing} of {len(call.jobs)} answers were not there",
-                f"; they were withdrawn (pool {self._client.options.pool!r})",
+                f"; they were withdrawn ({self._client.pool_for(options.deadline)})",
                 PoolTimeout if is_late else JobExpired,
             )
         if call.span is None:

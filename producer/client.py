@@ -29,6 +29,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer.alone import Alone
 from lmpool.producer.cache import AnswerCache
 from lmpool.producer.collector import Collector
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.flights import Flight, Statistics
 from lmpool.producer.near_answers import NearAnswers
 from lmpool.producer.pending import PendingCall, wake
@@ -230,6 +231,13 @@ class Client:
         if answered:
             wake(answered)
         return claimed
+
+    def pool_for(self, deadline: Deadline) -> str:
+        """The pool in words, for who waited in vain: with what was last found to be wrong with it
+        meanwhile, if anything was."""
+        found = [*self._session.troubles.values()]
+        seen, why = max(found, default=(0.0, ""))
+        return f"pool {self.options.pool!r}{why if seen >= deadline.began else ''}"
 
     def read_alone(self, call: PendingCall, seconds: float | None) -> None:
         """Read the answer to what was claimed for this thread to read; see `Alone.read`."""

@@ -13,13 +13,15 @@ LONGEST_WAIT: Final = 86_400.0 * 365
 
 
 class Deadline:
-    """`timeout` in seconds from now, and the moment `at` (monotonic) it comes to; None: never."""
+    """`timeout` in seconds from when it `began`, and the moment `at` (both monotonic) it comes to;
+    None: never."""
 
-    __slots__ = ("at", "timeout")
+    __slots__ = ("at", "began", "timeout")
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self.at = None if timeout is None else time.monotonic() + timeout
+        self.began = time.monotonic()
+        self.at = None if timeout is None else self.began + timeout
 
     @classmethod
     def checked(cls, timeout: object, default: float | None) -> Deadline:

@@ -24,7 +24,7 @@ from lmpool.errors import (
 )
 from lmpool.isolation import isolate
 from lmpool.keys import PRIORITIES, Priority, ShardKeys
-from lmpool.liveness import are_in
+from lmpool.liveness import LIFE_MS, are_in
 from lmpool.producer.alone import Alone
 from lmpool.producer.answers import AnswerReader
 from lmpool.producer.claims import (
@@ -143,6 +143,8 @@ class Sender:
         except Exception as error:  # whatever it is, it must not leave callers waiting
             self._after_nonsense(error)
             return lost_since
+        if lost_since is not None:
+            self._session.troubles.pop("server", None)
         return None
 
     def claim_ahead(self) -> Sequence[Flight]:
@@ -273,6 +275,8 @@ class Sender:
             session.fail_everything(ServerRefused(f"{shown}: {error}"))
             return now
         since = now if lost_since is None else lost_since
+        session.troubles["server"] = now, _why(error)
+        self._next_check = 0.0  # what asks nothing does not find out whether it is back
         if now - since >= session.options.reconnect_timeout:
             if isinstance(error, redis.exceptions.ResponseError):
                 session.fail_everything(
@@ -295,6 +299,8 @@ class Sender:
             self._servers.renew()
             with contextlib.suppress(redis.exceptions.RedisError, OSError):
                 self._look_for_workers(now)
+        else:
+            self._alone_since = None  # workers may have to come back, too
         # The table keeps what was waited for; the next claim or check finds what became of it.
         session.closing.wait(min(1.0, 0.05 + (now - since) / 4) * random.uniform(0.5, 1.0))
         return since
@@ -408,17 +414,22 @@ class Sender:
         for shard, outage in self._outages.looked():
             if shard not in session.shards:  # the pool lies elsewhere now
                 self._outages.end(shard)
+                session.troubles.pop(shard.number, None)
                 continue
             number = shard.number
             found = self._servers.apart([shard], partial(_look_for, shard.steady))
             if found is not None and self._check_all(shard, self._claimed(number, outage)):
                 self._outages.end(shard)
+                session.troubles.pop(number, None)
                 with session.lock:
                     session.put_back(outage.claims)
                     session.table.withdrawn += outage.withdrawn
-            elif time.monotonic() - outage.since >= session.options.reconnect_timeout:
+                continue
+            now = time.monotonic()
+            session.troubles[number] = now, f", whose shard {number} was away"
+            if now - outage.since >= session.options.reconnect_timeout:
                 outage.claims.clear()  # whoever asks from now on is told at once
-                self._give_up(number, time.monotonic() - outage.since)
+                self._give_up(number, now - outage.since)
 
     def _claimed(self, number: int, outage: Outage) -> list[Flight]:
         """The flights of a shard that its server may know of."""
@@ -594,6 +605,7 @@ class Sender:
         servers = self._servers
         if self._are_served():
             self._alone_since = None
+            session.troubles.pop("workers", None)
             current = self._read_info()
             if current not in (None, _AWAY) and lies_elsewhere(session, current):
                 look_at(session, servers, current)
@@ -605,14 +617,17 @@ class Sender:
             self._alone_since = None  # nobody can say what is served
         elif current is not None and look_at(session, servers, current):
             self._alone_since = None
-        elif now - self._alone_since >= session.options.workers_timeout * 0.75:
-            self._alone_since = None
-            session.fail_everything(
-                NoWorkers(
-                    f"pool {session.options.pool!r} has had no worker alive for "
-                    f"{session.options.workers_timeout:g} s: start one with lmpool worker"
+        else:
+            if now - self._alone_since >= LIFE_MS / 1000:  # else it may have yet to come back
+                session.troubles["workers"] = now, ", which had no worker alive"
+            if now - self._alone_since >= session.options.workers_timeout * 0.75:
+                self._alone_since = None
+                session.fail_everything(
+                    NoWorkers(
+                        f"pool {session.options.pool!r} has had no worker alive for "
+                        f"{session.options.workers_timeout:g} s: start one with lmpool worker"
+                    )
                 )
-            )
 
     def _leave(self) -> None:
         """Withdraw everything, wake the collector, delete what is ours."""
@@ -628,6 +643,16 @@ class Sender:
                     servers.apart([shard], partial(_delete, shard.reply(session.id)))
         except Exception:  # cut off in the middle of a read, or an answer that makes no sense
             logger.debug("the server was gone when the client closed", exc_info=True)
+
+
+def _why(error: Exception) -> str:
+    """Why nothing is answered, behind the pool's name. It tells no address: a gateway's callers are
+    not to know it."""
+    if is_full(error):
+        return ", whose server's memory was full"
+    if isinstance(error, redis.exceptions.ResponseError):
+        return ", whose server was not ready"
+    return ", whose server did not answer"
 
 
 def _look_for(key: str, server: Server) -> int:

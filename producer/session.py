@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from lmpool.address import Address, username
 from lmpool.clock import ServerClock
@@ -53,6 +53,8 @@ class GivenUp(NamedTuple):
     """Whether somebody may be reading there."""
 
 
+Trouble = Literal["server", "workers"] | int
+"""What something is wrong with; a shard by its number."""
 Task = tuple[Callable[[Servers], Any], "Future[Any]"]
 
 
@@ -90,6 +92,9 @@ class Session:
         """How often each reply stream was made: again once it expired, or the server forgot it."""
         self.confirmed = -math.inf
         """When the pool was last known to serve what `info` says, on the monotonic clock."""
+        self.troubles: dict[Trouble, tuple[float, str]] = {}
+        """What the sender finds to be wrong until it finds that mended: when it last saw it, and
+        what it is, in words behind the pool's name."""
         self.near = NearRows(self.id)
         self.last_ids: dict[str, str] = {}
         """The last notice read, by reply stream."""

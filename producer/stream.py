@@ -158,7 +158,9 @@ class PieceReader:
 
     def _overdue(self, kind: type[PoolTimeout] = PoolTimeout) -> PoolTimeout:
         return self._deadline.error(
-            f"the continuation had {self._number} tokens and no end", "; it was withdrawn", kind
+            f"the continuation had {self._number} tokens and no end",
+            f"; it was withdrawn ({self._client.pool_for(self._deadline)})",
+            kind,
         )
 
     def _check(self, call: StreamCall, whole: Generation) -> None:

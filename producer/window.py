@@ -194,7 +194,7 @@ class Window(Generic[GivenT]):
             assert asked.call is not None
             self._client.forget(asked.call)
             if asked.call.left:  # else its answer came at the same moment
-                asked.call, asked.error = None, _overdue(asked)
+                asked.call, asked.error = None, self._overdue(asked)
             return asked
         return None
 
@@ -247,11 +247,12 @@ class Window(Generic[GivenT]):
         try:
             (answer,) = answers_of(asked.call)
         except JobExpired:
-            raise _overdue(asked, JobExpired) from None
+            raise self._overdue(asked, JobExpired) from None
         except (PoolMismatch, UnknownAdapter):
             return await self._alone(asked.ask, asked.options)
         return cast(Answer, answer)  # a call that keeps no errors raises them
 
-
-def _overdue(asked: _Asked, kind: type[PoolTimeout] = PoolTimeout) -> PoolTimeout:
-    return asked.options.deadline.error("the answer was not there", "; it was withdrawn", kind)
+    def _overdue(self, asked: _Asked, kind: type[PoolTimeout] = PoolTimeout) -> PoolTimeout:
+        deadline = asked.options.deadline
+        withdrawn = f"; it was withdrawn ({self._client.pool_for(deadline)})"
+        return deadline.error("the answer was not there", withdrawn, kind)

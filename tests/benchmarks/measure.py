@@ -89,6 +89,12 @@ def ratio(
     return Measured(what, "times", values, at_least, at_most)
 
 
+def spread(figure: Measured, at_most: float | None = None) -> Measured:
+    """How far a figure's runs lie apart, as a part of its median."""
+    apart = (max(figure.values) - min(figure.values)) / figure.median
+    return Measured(f"{figure.what}: spread over runs", "of the median", (apart,), at_most=at_most)
+
+
 @dataclass(slots=True)
 class Report:
     """What one benchmark found: figures under headings, and what to know of them."""

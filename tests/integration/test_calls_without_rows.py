@@ -99,8 +99,9 @@ LATE = {
     "awaited": "1 of 1 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
     "batch": "3 of 3 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
     "kept": "3 of 3 answers were not there after 0.5 s; they were withdrawn (pool {pool!r})",
-    "windowed": "the answer was not there after 0.5 s; it was withdrawn",
-    "stream": "the continuation had 0 tokens and no end after 0.5 s; it was withdrawn",
+    "windowed": "the answer was not there after 0.5 s; it was withdrawn (pool {pool!r})",
+    "stream": "the continuation had 0 tokens and no end after 0.5 s; it was withdrawn "
+    "(pool {pool!r})",
 }
 
 

@@ -25,8 +25,10 @@ from tests.benchmarks.measure import (
     quantile,
     ratio,
     slope,
+    spread,
 )
 from tests.benchmarks.pool import Cpu, Pool, WrongRows, check_rows, make_prompts
+from tests.benchmarks.rows import mean
 from tests.support.benchmarks import quick_figures
 
 ELSEWHERE = {"awrs", "gateway", "vllm", "vllm_scores"}
@@ -73,6 +75,18 @@ def test_a_goal_is_for_the_median(goal: dict[str, float], reached: bool | None, 
 def test_a_figure_needs_a_value() -> None:
     with pytest.raises(ValueError, match="'pace' was never measured"):
         Measured("pace", "rows/s", ())
+
+
+def test_a_spread_is_a_part_of_the_median() -> None:
+    found = spread(Measured("pace", "rows/s", (9.0, 10.0, 12.0)), at_most=0.15)
+    assert found.values == (pytest.approx(0.3),)
+    assert (found.what, found.unit) == ("pace: spread over runs", "of the median")
+    assert found.reached is False
+
+
+def test_the_mean_processor_time_of_turns_leaves_out_who_is_not_measured() -> None:
+    assert mean([Cpu(1.0, 2.0, 3.0), Cpu(3.0, 6.0, 9.0)]) == Cpu(2.0, 4.0, 6.0)
+    assert mean([None, None]) is None
 
 
 def test_quantiles_are_values_that_were_measured() -> None:

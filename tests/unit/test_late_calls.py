@@ -22,7 +22,9 @@ MESSAGE = "{} of {} answers were not there after 0.5 s; they were withdrawn (poo
 
 @pytest.fixture
 def caller() -> Caller:
-    client = SimpleNamespace(forget=lambda call: bool(call.left), options=SimpleNamespace(pool="p"))
+    client = SimpleNamespace(
+        forget=lambda call: bool(call.left), pool_for=lambda deadline: "pool 'p'"
+    )
     made = Caller.__new__(Caller)
     made._client = cast(Client, client)
     return made

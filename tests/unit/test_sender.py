@@ -325,6 +325,24 @@ def test_what_was_away_before_a_move_says_nothing_of_shards_of_the_same_numbers(
     assert {shard for shard, _ in sender._outages.looked()} == set(session.shards)
 
 
+def test_a_shard_that_is_away_is_what_keeps_calls_waiting_until_it_is_back(
+    session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ask(session, jobs_of(some_prompts(9)))
+    began, apart = time.monotonic(), sender._servers.apart
+    monkeypatch.setattr(sender._servers, "apart", lambda *_: None)
+    sender._serve()
+    sender._look_after_outages()
+    assert set(session.troubles) == {shard.number for shard in session.shards}
+    for number, (seen, why) in session.troubles.items():
+        assert seen >= began
+        assert why == f", whose shard {number} was away"
+    monkeypatch.setattr(sender._servers, "apart", apart)
+    sender._look_after_outages()
+    assert not session.troubles
+    assert call.error is None
+
+
 @pytest.mark.parametrize("kind", ["hash", "list", "nothing"])
 def test_a_damaged_or_missing_model_info_holds_no_claim_up(
     session: Session, sender: Sender, server: redis.Redis, kind: str
