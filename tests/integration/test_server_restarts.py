@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from lmpool.backends.mock import mock_row
-from lmpool.errors import PromptFailed
+from lmpool.errors import LmpoolError, PromptFailed, ServerUnreachable
 from lmpool.keys import GROUP
 from lmpool.producer import adapters as adapters_module
 from lmpool.producer import session as session_module
@@ -24,6 +24,29 @@ from tests.support.proxy import Proxy
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import in_process_worker, worker_process
+
+
+def test_who_waits_is_told_of_a_server_that_is_gone_while_others_ask_on(server_binary, pool_name):
+    """What asks for something else finds nothing out about what was asked before."""
+    slow = {"engine_opts": {"delay": 3600.0}}
+    with (
+        RealServer() as server,
+        worker_process(server.url, pool_name, **slow) as worker,
+        connected(server.url, pool_name, reconnect_timeout=4.0) as lm,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        waiting = threads.submit(lm.next_token_logprobs_sync, [1])
+        until(lambda: lm.statistics()["queued"] == 1)
+        server.kill()
+
+        def is_told() -> bool:
+            with pytest.raises(LmpoolError):
+                lm.pool_statistics_sync(timeout=0.05)
+            return waiting.done()
+
+        until(is_told)
+        assert isinstance(waiting.exception(), ServerUnreachable)
+        worker.kill()
 
 
 def test_workers_outlive_their_server(server_binary, pool_name):

@@ -15,7 +15,7 @@ from lmpool.producer import sender
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import in_process_worker
+from tests.support.workers import in_process_worker, worker_process
 
 pytestmark = [pytest.mark.server, pytest.mark.one_server]
 
@@ -64,24 +64,25 @@ def test_a_pool_without_workers_is_said_to_have_none(way: str, pool_name: str) -
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_that_is_gone_is_said_to_be(way: str, pool_name: str) -> None:
-    with RealServer() as server, in_process_worker(server.url, pool_name, may_fail=True):
+    slow = {"engine_opts": {"delay": 3600.0}}
+    with RealServer() as server, worker_process(server.url, pool_name, **slow) as worker:
         with connected(server.url, pool_name) as lm, ThreadPoolExecutor(1) as threads:
-            lm.sync.next_token_logprobs([1])
+            waiting = threads.submit(late, lm, way, 8.0)
+            until(lambda: lm.statistics()["queued"] > 0)
             server.kill()
-            waiting = threads.submit(late, lm, way)
             while not waiting.done():  # what has nothing to do with it finds nothing mended
                 with pytest.raises(lmpool.LmpoolError):
-                    lm.sync.pool_statistics(timeout=0.2)
+                    lm.sync.pool_statistics(timeout=0.05)
             said = waiting.result()
             assert said.endswith(f"withdrawn (pool {pool_name!r}, whose server did not answer)")
             assert str(server.socket) not in said
-        server.start()
+        worker.kill()
 
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("what", ["workers", "server"])
 def test_what_is_mended_while_a_call_waits_is_told_no_more(what: str, pool_name: str) -> None:
-    never = {"engine_opts": {"delay": 25.0}, "drain_timeout": 0.1, "may_fail": True}
+    slow = {"engine_opts": {"delay": 25.0}, "drain_timeout": 0.1, "may_fail": True}
     with (
         RealServer() as server,
         left_by_its_worker(server.url, pool_name) as lm,
@@ -94,6 +95,6 @@ def test_what_is_mended_while_a_call_waits_is_told_no_more(what: str, pool_name:
         until(lambda: what in troubles)
         if what == "server":
             server.start()
-        with in_process_worker(server.url, pool_name, **never):
+        with in_process_worker(server.url, pool_name, **slow):
             until(lambda: not troubles)
             assert waiting.result(60).endswith(f"withdrawn (pool {pool_name!r})")
