@@ -43,6 +43,17 @@ def machine(report: str) -> str:
     return f"{cores} of an {cpu}"
 
 
+def _starred(what: str, report: str) -> str:
+    """What was measured, with a mark where that was on another machine than the jobs."""
+    return what if machine(report) == machine("jobs") else f"{what} \\*"
+
+
+def _machines(report: str) -> str:
+    """The machine of the jobs, and that of a report whose lines are marked."""
+    jobs, other = machine("jobs"), machine(report)
+    return jobs if other == jobs else f"{jobs} (\\*: {other})"
+
+
 def _arq() -> str:
     """The faster of the two, whose results are the same."""
     sides = ("arq", "arq, msgpack")
@@ -86,7 +97,11 @@ def readme_figures() -> str:
             f"{median('jobs', 'Pace', FULL)} jobs/s",
             f"arq running no-op jobs: {_arq()}/s",
         ),
-        ("rows of 256 KiB", rows, f"{_ROWS('pool, batch calls / the bound')} {_SOCKETS}"),
+        (
+            _starred("rows of 256 KiB", "rows"),
+            rows,
+            f"{_ROWS('pool, batch calls / the bound')} {_SOCKETS}",
+        ),
         _one_prompt(awaited=False),
         (
             "SIGKILL of one of two workers under load (`make chaos`)",
@@ -94,7 +109,7 @@ def readme_figures() -> str:
             "the longest wait: 4.9 s",
         ),
     )
-    head = f"On {machine('jobs')}, one worker with the mock engine, medians ({bench}):"
+    head = f"On {_machines('rows')}, one worker with the mock engine, medians ({bench}):"
     return f"{head}\n\n{table}\n\n{_on_a_gpu()}"
 
 
@@ -125,10 +140,11 @@ def comparison_figures() -> str:
     dedup = partial(median, "dedup")
     facts = saved("jobs")["facts"]
     versions = f"{facts['server'].split(',')[0]}, redis-py {facts['redis']}"
-    head = (
-        f"Measured on {machine('jobs')} ({versions}, one worker process with the mock engine, one\n"
-        f"client process; medians of {_runs('jobs', 'Pace', FULL)} runs, of rows of 64 KB and more "
-        f"{_runs('rows', LARGE, 'pool, batch calls')}, with the peer in the same run):"
+    runs, of_rows = _runs("jobs", "Pace", FULL), _runs("rows", LARGE, "pool, batch calls")
+    more = "" if of_rows == runs else f", of rows of 64 KB and more {of_rows}"
+    head = _wrapped(
+        f"Measured on {_machines('rows')}, {versions}, one worker process with the mock engine, "
+        f"one client process; medians of {runs} runs{more}, with the peer in the same run:"
     )
     usual = f"default settings: {pace(BATCHES)}"
     ratio = times(f"{FULL} / the faster arq")
@@ -149,9 +165,13 @@ def comparison_figures() -> str:
             f"{pace(GATHERED)} jobs/s",
             f"{times(f'{GATHERED} / the faster arq')} times arq",
         ),
-        ("rows of 256 KiB", f"{large} ({lone})", f"{bounds[0]} ({bounds[1]}) {_SOCKETS}"),
         (
-            "rows of 64 KB, 32 a call",
+            _starred("rows of 256 KiB", "rows"),
+            f"{large} ({lone})",
+            f"{bounds[0]} ({bounds[1]}) {_SOCKETS}",
+        ),
+        (
+            _starred("rows of 64 KB, 32 a call", "rows"),
             smaller,
             f"{_SMALLER('pool, batch calls / the bound')} of the same",
         ),
