@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Final
 
@@ -17,11 +18,15 @@ class Deadline:
     None: never."""
 
     __slots__ = ("at", "began", "timeout")
+    at: float | None
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
-        self.began = time.monotonic()
-        self.at = None if timeout is None else self.began + timeout
+        if timeout is None:  # nobody is ever late: when it began is not looked up
+            self.began, self.at = math.inf, None
+        else:
+            self.began = time.monotonic()
+            self.at = self.began + timeout
 
     @classmethod
     def checked(cls, timeout: object, default: float | None) -> Deadline:

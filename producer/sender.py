@@ -615,19 +615,21 @@ class Sender:
         current = self._read_info()
         if current is _AWAY:
             self._alone_since = None  # nobody can say what is served
-        elif current is not None and look_at(session, servers, current):
+            return
+        if current is not None and look_at(session, servers, current):
             self._alone_since = None
-        else:
-            if now - self._alone_since >= LIFE_MS / 1000:  # else it may have yet to come back
-                session.troubles["workers"] = now, ", which had no worker alive"
-            if now - self._alone_since >= session.options.workers_timeout * 0.75:
-                self._alone_since = None
-                session.fail_everything(
-                    NoWorkers(
-                        f"pool {session.options.pool!r} has had no worker alive for "
-                        f"{session.options.workers_timeout:g} s: start one with lmpool worker"
-                    )
+            return
+        alone_for = now - self._alone_since
+        if alone_for >= LIFE_MS / 1000:  # else one may have yet to come back
+            session.troubles["workers"] = now, ", which had no worker alive"
+        if alone_for >= session.options.workers_timeout * 0.75:
+            self._alone_since = None
+            session.fail_everything(
+                NoWorkers(
+                    f"pool {session.options.pool!r} has had no worker alive for "
+                    f"{session.options.workers_timeout:g} s: start one with lmpool worker"
                 )
+            )
 
     def _leave(self) -> None:
         """Withdraw everything, wake the collector, delete what is ours."""

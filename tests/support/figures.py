@@ -48,10 +48,13 @@ def _starred(what: str, report: str) -> str:
     return what if machine(report) == machine("jobs") else f"{what} \\*"
 
 
-def _machines(report: str) -> str:
-    """The machine of the jobs, and that of a report whose lines are marked."""
-    jobs, other = machine("jobs"), machine(report)
-    return jobs if other == jobs else f"{jobs} (\\*: {other})"
+def _machines(*reports: str) -> str:
+    """The machine of the jobs, and the other one of reports whose lines are marked."""
+    others = {machine(report) for report in reports} - {machine("jobs")}
+    if not others:
+        return machine("jobs")
+    (other,) = others
+    return f"{machine('jobs')} (\\*: {other})"
 
 
 def _arq() -> str:
@@ -275,12 +278,8 @@ def smaller_figures() -> str:
             ),
         ),
     ]
-    machines = sorted({machine(report) for report, *_ in lines})
-    marks = dict(zip(machines, ("", " \\*"), strict=True))
-    table = _table(
-        *((f"{what}{marks[machine(of)]}", found, beside) for of, what, found, beside in lines)
-    )
-    return f"One worker, medians, on {machines[0]} (\\*: on {machines[1]}):\n\n{table}"
+    table = _table(*((_starred(what, of), found, beside) for of, what, found, beside in lines))
+    return f"One worker, medians, on {_machines(*(of for of, *_ in lines))}:\n\n{table}"
 
 
 def _grown(side: str) -> str:
