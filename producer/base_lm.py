@@ -37,7 +37,8 @@ INFO_POLL: Final = 0.1
 IDS_MOST: Final = 1 << 24
 """Ids of one text."""
 AT_ONCE: Final = 0.01
-"""Seconds in which a client ends that has waited for as long as it may."""
+"""Seconds in which a client ends that has asked for nothing yet, or has waited for as long as it
+may."""
 
 T = TypeVar("T")
 
@@ -80,11 +81,10 @@ class BaseLM:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        deadline = self._until(None)
         try:
-            run_blocking(self._load_info(deadline))
+            run_blocking(self._load_info(self._until(None)))
         except BaseException:
-            self.close(deadline.at_least(AT_ONCE))
+            self.close(AT_ONCE)
             raise
         return self
 

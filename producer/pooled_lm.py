@@ -112,11 +112,10 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
         return type(self), (self.options,)
 
     async def __aenter__(self) -> Self:
-        deadline = self._until(None)
         try:
-            await self._load_info(deadline)
+            await self._load_info(self._until(None))
         except BaseException:
-            await self.aclose(deadline.at_least(AT_ONCE))
+            await self.aclose(AT_ONCE)
             raise
         return self
 
