@@ -68,17 +68,28 @@ TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
     "ssl_keyfile",
 )  # fmt: skip
+_SHOWN: Final = {*URL_OPTIONS, *TLS_OPTIONS} - {"password"}
+"""Options of a URL that are no secret: under any other name there may be a password."""
+_VALUES: Final = {
+    "ssl_cert_reqs": ("none", "optional", "required"),
+    "ssl_check_hostname": ("true", "false", "True", "False", "yes", "no", "1", "0"),
+}
+"""What TLS options may say."""
 
 
 def mask_url(url: str) -> str:
     """`url` with its password as ``***``, fit for logs and messages, even where it is malformed."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    rest = re.sub(r"([?&]password=)[^&#]*", r"\1***", rest)
+    rest = re.sub(r"([?&]([^=&#]*)=)[^&#]*", _masked_option, rest)
     # Up to the last @: a password may hold what should have been escaped.
     login, at, address = rest.rpartition("@")
     if at and ":" in login:
         rest = f"{login.partition(':')[0]}:***@{address}"
     return scheme + separator + rest
+
+
+def _masked_option(found: re.Match[str]) -> str:
+    return found[0] if found[2] in _SHOWN else f"{found[1]}***"
 
 
 def place_of(url: str) -> str:
@@ -116,12 +127,14 @@ def check_url(url: str) -> str:
         raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
     if not separator:
         raise SettingsError(f"url={shown!r} has no scheme; {remedy}")
-    if parts.scheme not in SCHEMES:  # urlsplit takes none that is not ASCII for one
+    if scheme not in SCHEMES:  # as it is written: urlsplit drops blanks and makes letters small
         raise SettingsError(f"url={shown!r}: unknown scheme {scheme!r:.60}; {remedy}")
-    _check_url_options(url, shown, parts.scheme == "rediss", remedy)
-    if parts.scheme == "unix":
+    _check_url_options(url, shown, scheme == "rediss", remedy)
+    if scheme == "unix":
         if not parts.path:
             raise SettingsError(f"url={shown!r} names no socket; {remedy}")
+        if parts.hostname:
+            raise SettingsError(f"url={shown!r} names a host beside a socket: write unix:///path")
         return url
     if not parts.hostname or port == 0:
         raise SettingsError(f"url={shown!r} names no host and port; {remedy}")
@@ -152,6 +165,8 @@ def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
             )
         if name in ("db", "health_check_interval") and not value.isdecimal():
             raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
+        if value not in _VALUES.get(name, (value,)):
+            raise SettingsError(f"url={shown!r}: {name} is one of {', '.join(_VALUES[name])}")
 
 
 def _check_control_url(url: str) -> str:

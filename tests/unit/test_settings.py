@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import lmpool
+from lmpool.address import connection_pool
 from lmpool.errors import SettingsError
 from lmpool.settings import (
     ClientOptions,
@@ -34,6 +36,11 @@ BAD: list[tuple[Options, str, Any, str]] = [
     (ClientOptions, "url", "redis://host/first", "is no number"),
     (ClientOptions, "url", "redis://[::1", "malformed"),
     (ClientOptions, "url", "unix://", "names no socket"),
+    (ClientOptions, "url", "unix://tmp/s", "names a host beside a socket: write unix:///path"),
+    (ClientOptions, "url", " redis://h", "unknown scheme ' redis'"),
+    (ClientOptions, "url", " redis+sentinel://h/s", "unknown scheme ' redis+sentinel'"),
+    (WorkerOptions, "url", "Redis+Cluster://h", "unknown scheme 'Redis+Cluster'"),
+    (WorkerOptions, "control_url", "REDIS://h", "unknown scheme 'REDIS'"),
     (WorkerOptions, "control_url", "http://localhost", "write redis://"),
     (ClientOptions, "control_url", "redis+cluster://h/3", "the database 0 alone"),
     (ClientOptions, "cache_bytes", "much", "512MiB"),
@@ -230,10 +237,12 @@ def test_the_url_of_control_jobs_is_masked_and_that_of_the_pool_where_it_is_not_
         "unix:///run/redis.sock",
         "unix://user:pass@/run/redis.sock?db=3",
         "redis://host:6379/0?password=x",
+        "rediss://host?ssl_cert_reqs=none&ssl_check_hostname=False",
     ],
 )
 def test_addresses_of_servers(url: str) -> None:
     assert check_url(url) == url
+    connection_pool(url).make_connection()  # redis-py takes it, too
 
 
 # --- passwords ---------------------------------------------------------------------------------
@@ -247,8 +256,15 @@ SECRET = "s3cret"
         ("redis://:s3cret@h:1/0", "redis://:***@h:1/0"),
         ("redis://u:s3cret@h:1/0", "redis://u:***@h:1/0"),
         ("redis://u:s3cret@[::1]:1/0", "redis://u:***@[::1]:1/0"),
-        ("redis://h:1/0?password=s3cret&x=1", "redis://h:1/0?password=***&x=1"),
-        ("redis://h:1/0?x=1&password=s3cret", "redis://h:1/0?x=1&password=***"),
+        ("redis://h:1/0?password=s3cret&db=1", "redis://h:1/0?password=***&db=1"),
+        ("redis://h:1/0?db=1&password=s3cret", "redis://h:1/0?db=1&password=***"),
+        ("redis://h?pass=s3cret&username=u", "redis://h?pass=***&username=u"),
+        ("redis://h?PASSWORD=s3cret#x", "redis://h?PASSWORD=***#x"),
+        ("redis+cluster://h?p%61ssword=s3cret", "redis+cluster://h?p%61ssword=***"),
+        (
+            "rediss://h?ssl_keyfile=/k&ssl_password=s3cret",
+            "rediss://h?ssl_keyfile=/k&ssl_password=***",
+        ),
         ("unix://:s3cret@/run/s?db=1", "unix://:***@/run/s?db=1"),
         ("redis://u@h", "redis://u@h"),
         ("redis://h", "redis://h"),
@@ -269,7 +285,11 @@ def test_passwords_are_masked(url: str, shown: str) -> None:
 @given(password=st.text(min_size=1, max_size=12))
 def test_whatever_the_password_it_is_masked(password: str) -> None:
     secret = SECRET + password + SECRET
-    for url in (f"redis://u:{secret}@h:1/0", f"unix://:{secret}@/run/s"):
+    for url in (
+        f"redis://u:{secret}@h:1/0",
+        f"unix://:{secret}@/run/s",
+        f"redis://h?auth={quote(secret)}",
+    ):
         assert SECRET not in mask_url(url)
         try:
             options = ClientOptions(url=url)
@@ -333,6 +353,8 @@ def test_no_part_of_a_password_with_a_slash_is_shown() -> None:
         ("redis://host?db=x", "db is no number"),
         ("unix:///s?db=", "db is no number"),
         ("rediss://host?health_check_interval=soon", "health_check_interval is no number"),
+        ("rediss://host?ssl_cert_reqs=None", "ssl_cert_reqs is one of none, optional, required"),
+        ("rediss+cluster://host?ssl_check_hostname=off", "ssl_check_hostname is one of true, fal"),
     ],
 )
 def test_options_of_a_url_that_cannot_be_used(url: str, reason: str) -> None:
