@@ -92,6 +92,10 @@ def meant_and_set(
 
 def row_with(probabilities: Mapping[int, float], vocab_size: int) -> F32:
     """See `MockPool.row`."""
+    if not isinstance(probabilities, Mapping):
+        raise SettingsError(
+            f"probabilities={quoted(probabilities)}: write {{token id: probability}}"
+        )
     values = np.full(vocab_size, np.nan)
     for token, probability in probabilities.items():
         place, value = as_integer(token), as_number(probability)

@@ -15,13 +15,16 @@ import numpy as np
 import redis
 
 import lmpool
+from lmpool.address import is_cluster, is_sentinel
 from lmpool.arguments import ClientArguments
 from lmpool.checks import as_integer, as_number, is_text, quoted
 from lmpool.errors import PoolError, SettingsError
 from lmpool.keys import check_pool_name
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM
-from lmpool.settings import WorkerOptions
+from lmpool.producer.adapters import check_lora_name, check_new_name
+from lmpool.server import understood
+from lmpool.settings import WorkerOptions, check_url, mask_url
 from lmpool.testing.answers import F32, Answers, Asked, Call, Failure, Meant, Set
 from lmpool.testing.engine import AnsweringEngine
 from lmpool.testing.given import Answered, meant_and_set, meant_by, row_with
@@ -63,7 +66,9 @@ class MockPool:
         self._engine = AnsweringEngine(
             self._answers, vocab_size=vocab_size, max_prompt_tokens=max_prompt_tokens
         )
-        self._url = url
+        if url is not None:
+            _check_url(url)
+        self._given_url, self._url = url, url
         self.pool = f"test-{token_hex(4)}" if pool is None else pool
         """The pool's name."""
         self._ending = ExitStack()
@@ -75,10 +80,14 @@ class MockPool:
 
     def __enter__(self) -> Self:
         with ExitStack() as ending:
-            if self._url is None:
+            check_pool_name(self.pool)
+            self._lm = None  # that of the time before, if there was one
+            ending.callback(self._forget)
+            if self._given_url is None:
                 self._url = ending.enter_context(_fake_server())
             else:
-                self._check_name()
+                with understood(self._given_url):
+                    self._check_name()
                 ending.callback(self._delete_keys)
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="lmpool-testing-"))
             self._adapters = Path(folder)
@@ -118,6 +127,9 @@ class MockPool:
         service.stop()
         if service.status.failure is not None:
             raise PoolError(f"the worker of {self.pool} failed: {service.status.failure}")
+
+    def _forget(self) -> None:
+        self._url, self._service = self._given_url, None
 
     # --- who asks it ---------------------------------------------------------------------------
 
@@ -235,7 +247,11 @@ class MockPool:
         return row_with(probabilities, self._engine.info.vocab_size)
 
     def add_adapter(self, name: str) -> None:
-        """Register a LoRA adapter by its name: ``lora_name=name`` is known from now on."""
+        """Register a LoRA adapter by its name: ``lora_name=name`` is known from now on.
+
+        Raises `AdapterError` for what is no name.
+        """
+        check_new_name(name)
         service = self._running()
         adapters, loop = service.adapters, service.loop
         assert adapters is not None
@@ -284,15 +300,15 @@ class MockPool:
         return tuple(np.frombuffer(packed(ids, info.vocab_size), "<u4").tolist())
 
     def _set(self, prompt: Prompt, lora_name: str | None, meant: Meant, answer: Set) -> None:
-        asked: Asked = (self._ids(prompt), lora_name)
         self._running()
+        name = None if lora_name is None else check_lora_name(lora_name)
+        asked: Asked = (self._ids(prompt), name)
         self._answers.set(asked, meant, answer)
         if self._answers.calls():  # the pool may keep what it answered before
             self._delete_keys(b":result:")
 
     def _check_name(self) -> None:
         """Refuse the name of a pool that is there: its keys would be deleted at the end."""
-        check_pool_name(self.pool)
         with self._server() as server:
             if next(self._keys(server), None) is not None:
                 raise SettingsError(
@@ -313,6 +329,16 @@ class MockPool:
 
     def _server(self) -> redis.Redis:
         return redis.Redis.from_url(self.url, protocol=2)
+
+
+def _check_url(url: str) -> None:
+    if not is_text(url):
+        raise SettingsError(f"url={quoted(url)}: write redis://[user:password@]host:port/db")
+    check_url(url)
+    if is_cluster(url) or is_sentinel(url):
+        raise SettingsError(
+            f"url={mask_url(url)!r}: a MockPool is on one server: write redis://..., or no url"
+        )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -20,12 +21,14 @@ import lmpool
 from lmpool import SyncPooledLM
 from lmpool.backends.mock import mock_row
 from lmpool.errors import (
+    AdapterError,
     ClientClosed,
     EngineBroken,
     PoolError,
     PoolTimeout,
     PromptError,
     PromptFailed,
+    ServerUnreachable,
     SettingsError,
     UnknownAdapter,
 )
@@ -530,3 +533,54 @@ def test_a_pool_that_is_there_is_left_alone() -> None:
             assert longer.connect().sync.next_token_logprobs([1, 2])[9] == 0.0
         with redis.Redis.from_url(server.url, protocol=2) as client:
             assert not list(client.scan_iter("*lmpool:made*"))
+
+
+# --- what cannot be used -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("localhost:6379", "has no scheme"),
+        ("redis+cluster://u:s3cret@h", r"url='redis\+cluster://u:\*\*\*@h': a MockPool is on one"),
+        ("redis+sentinel://h/s", "is on one server"),
+        (6379, "url=6379: write redis://"),
+    ],
+)
+def test_a_url_that_is_no_servers_is_refused_as_it_is_given(url: Any, reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        MockPool(url)
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    with pytest.raises(ServerUnreachable, match=r"no answer from redis://127\.0\.0\.1:1"):
+        MockPool("redis://127.0.0.1:1").__enter__()
+
+
+@pytest.mark.parametrize("given", [[0.5, 0.5], 5, None, "row"])
+def test_what_are_no_probabilities_is_told(pool: MockPool, given: Any) -> None:
+    with pytest.raises(SettingsError, match=r"probabilities=.*write \{token id: probability\}"):
+        pool.row(given)
+
+
+@pytest.mark.parametrize("name", [5, None, "", "a@b", b"a"])
+def test_what_is_no_adapters_name_is_told(pool: MockPool, name: Any) -> None:
+    with pytest.raises(AdapterError, match=f"lora_name={re.escape(repr(name))}"):
+        pool.add_adapter(name)
+
+
+def test_an_answer_of_what_is_no_adapter_is_refused(pool: MockPool) -> None:
+    with pytest.raises(UnknownAdapter, match="lora_name=5"):
+        pool.answer([1], {5: 1.0}, lora_name=5)  # type: ignore[arg-type]
+
+
+def test_a_pool_that_has_ended_takes_no_answers_and_may_begin_anew() -> None:
+    pool = MockPool()
+    for token in (5, 6):
+        with pool:
+            pool.answer([1], {token: 1.0})
+            assert pool.lm.sync.top_logprobs([1], 1).token_ids.tolist() == [token]
+        with pytest.raises(SettingsError, match="does not run"):
+            pool.answer([1], {7: 1.0})
+        with pytest.raises(SettingsError, match="no server yet"):
+            pool.connect()
