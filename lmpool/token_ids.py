@@ -29,11 +29,18 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | It
 PROMPT = "a prompt"
 
 
-def listed(given: TokenIds, most: int, what: str = PROMPT, of: str = "token ids") -> Sequence[int]:
+def listed(
+    given: TokenIds,
+    most: int,
+    what: str = PROMPT,
+    of: str = "token ids",
+    *,
+    any_order: bool = False,
+) -> Sequence[int]:
     """Integers in any container, of which at most one more than `most` is read.
 
-    Raises `PromptError` for what has another shape or dtype; `what` says what it was given as, and
-    `of` what they are.
+    Raises `PromptError` for what has another shape or dtype, and, but where they may come in
+    `any_order`, for a set; `what` says what it was given as, and `of` what they are.
     """
     if type(given) is list or type(given) is tuple:
         return given
@@ -43,6 +50,8 @@ def listed(given: TokenIds, most: int, what: str = PROMPT, of: str = "token ids"
         raise PromptError(f"{what} of type {kind}: {of} are needed{hint}")
     if isinstance(given, Mapping):
         raise PromptError(f"{what} of type {kind}: a list of {of} is needed")
+    if isinstance(given, (set, frozenset)) and not any_order:
+        raise PromptError(f"{what} of type {kind}, which has no order: write a list of {of}")
     try:
         found = _as_array(given)
         if found is None:
@@ -81,6 +90,8 @@ def held(given: Any, most: int, what: str) -> Any:
 
 
 def _held_by_itself(given: Any, most: int, what: str) -> Any:
+    if isinstance(given, (set, frozenset)):  # which `listed` is to know
+        return frozenset(given)
     if isinstance(given, (list, array, Set, ValuesView)):
         return list(given)
     if isinstance(given, Iterator):

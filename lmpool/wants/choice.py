@@ -12,8 +12,8 @@ from lmpool.errors import JobFormatError, PromptError
 from lmpool.token_ids import TokenIds, listed, packed
 
 TokenSet: TypeAlias = TokenIds | npt.NDArray[np.int32]
-"""Token ids; or, where it is an array or tensor of int32, a packed mask, [ceil(vocab_size / 32)]:
-bit i of word i // 32 stands for token i, as xgrammar has it."""
+"""Token ids; or, where it is an array or tensor of int32, a packed mask, [ceil(vocab_size / 32)] or
+[1, ceil(vocab_size / 32)]: bit i of word i // 32 stands for token i, as xgrammar has it."""
 
 Form = Literal["only", "but", "mask"]
 MAX_IDS: Final = 1 << 20
@@ -113,18 +113,29 @@ def _members(given: TokenSet, size: int, name: str) -> npt.NDArray[np.bool_]:
     """What a caller gave as bool [size]. Raises `PromptError`."""
     words = _mask_words(given)
     if words is not None:
-        if words.shape != ((size + 31) // 32,):
+        shape = ((size + 31) // 32,)
+        if words.shape not in (shape, (1, *shape)):
             raise PromptError(
                 f"{name} of shape {words.shape}, int32: a packed mask of this pool's vocabulary "
-                f"has the shape {((size + 31) // 32,)}; token ids are a list, or int64"
+                f"has the shape {shape}; token ids are a list, or int64"
+            )
+        if words.ndim == 1 and _may_be_ids(words, size):
+            raise PromptError(
+                f"{name} of shape {words.shape}, int32, may be token ids or a packed mask: write "
+                f"ids as a list, or int64, and a mask as mask[None], of shape {(1, *shape)}"
             )
         return _bits(np.ascontiguousarray(words, "<i4").view(np.uint8), size)
-    ids = listed(given, size, name)
+    ids = listed(given, size, name, any_order=True)
     if len(ids) > size:
         raise PromptError(f"{name} of more than {size} ids: the vocabulary has no more")
     found = np.zeros(size, bool)
     found[np.frombuffer(packed(ids, size, f"{name}: "), "<u4")] = True
     return found
+
+
+def _may_be_ids(words: npt.NDArray[np.int32], size: int) -> bool:
+    """Whether these could be ids that some answer has, of which there happen to be as many."""
+    return bool(words.min() >= 0 and words.max() < size and np.unique(words).size == words.size)
 
 
 def _mask_words(given: Any) -> npt.NDArray[np.int32] | None:

@@ -49,6 +49,12 @@ def test_prompts_come_in_many_shapes(token_ids: Any) -> None:
     assert check(token_ids) == EXPECTED
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_what_has_no_order_is_no_prompt(kind: Any) -> None:
+    with pytest.raises(PromptError, match=f"a prompt of type {kind.__name__}, which has no order"):
+        check(kind([200, 3, 150]))
+
+
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST))
 def test_ids_are_little_endian_uint32(ids: list[int]) -> None:
     packed = check(ids)
