@@ -14,6 +14,7 @@ from lmpool.keys import Priority
 from lmpool.model_info import ModelInfo
 from lmpool.producer.adapters import check_lora_name
 from lmpool.producer.base_lm import BaseLM
+from lmpool.producer.blocking import outcome
 from lmpool.producer.call_options import CallOptions, Errors
 from lmpool.producer.caller import Caller
 from lmpool.producer.client import Client
@@ -71,7 +72,20 @@ class AnsweringLM(BaseLM, Generic[RowT_co]):
 
     def _checked(self, jobs: JobMaker, want: Want) -> Want:
         """A want with the model's defaults; a row's way to travel is this client's."""
+        if type(want) is Row and not self._framework.is_there:
+            self._framework.load()  # while the pool computes
         return jobs.check(self._row if type(want) is Row and want.encoding is None else want)
+
+    async def _with_framework(self, options: CallOptions) -> None:
+        """Wait until rows can be handed out."""
+        if not self._framework.is_there:
+            missing = "torch was not imported (do it before, or write framework='numpy')"
+            await outcome(self._framework.load(), options.deadline, missing, shared=True)
+
+    async def _hand_out(self, answer: Answer, options: CallOptions) -> AnswerTo[RowT_co]:
+        if isinstance(answer, EncodedRow):
+            await self._with_framework(options)
+        return self._handed_out(answer)
 
     def _handed_out(self, answer: Answer) -> AnswerTo[RowT_co]:
         return self._framework.one(answer) if isinstance(answer, EncodedRow) else answer

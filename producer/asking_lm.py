@@ -24,6 +24,7 @@ from lmpool.producer.frameworks import RowT_co
 from lmpool.producer.jobs import JobMaker
 from lmpool.producer.stacking import Conversions
 from lmpool.producer.window import Window
+from lmpool.rows import EncodedRow
 from lmpool.token_ids import TokenIds
 from lmpool.wants import (
     Answer,
@@ -83,7 +84,8 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         """
         check_want(want)
         options = self._options(timeout, priority)
-        return self._handed_out(await self._one(token_ids, cast(Want, want), lora_name, options))
+        answer = await self._one(token_ids, cast(Want, want), lora_name, options)
+        return await self._hand_out(answer, options)
 
     @overload
     async def ask_many(
@@ -139,6 +141,8 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         conversions = Conversions(self._framework)
         _, answers = await self._answers(make, names, options, conversions)
         left = iter(conversions.whole(answers))
+        if not self._framework.is_there and any(isinstance(each, EncodedRow) for each in answers):
+            await self._with_framework(options)
         return [self._given(bad[n] if n in bad else next(left), n) for n in range(len(given))]
 
     async def ask_iter(
@@ -185,7 +189,7 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
             return model.info, model.jobs.one(ask.token_ids, want, adapter_of(model, ask.lora_name))
 
         return Window(
-            self._client, each_ask(asks), in_flight, ordered, options, job, alone, self._handed_out
+            self._client, each_ask(asks), in_flight, ordered, options, job, alone, self._hand_out
         )
 
     # --- by name -------------------------------------------------------------------------------

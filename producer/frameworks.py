@@ -9,8 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypeVar
 
+from lmpool.checks import said
 from lmpool.errors import SettingsError
+from lmpool.producer.blocking import in_thread
 from lmpool.producer.blocks import Blocks
+from lmpool.producer.waits import Future
 from lmpool.rows import EncodedRow
 
 if TYPE_CHECKING:
@@ -33,6 +36,13 @@ class Framework(Protocol[RowT_co]):
     name: Literal["numpy", "torch"]
     is_shared: bool
     """Whether nobody writes to rows, so that several may have the same."""
+    is_there: bool
+    """Whether it is imported; else `load` does that, before any row is handed out."""
+
+    def load(self) -> Future[None]:
+        """Have it imported, in a thread of its own: that takes seconds, for which an event loop
+        would stand still."""
+        ...
 
     def one(self, row: EncodedRow) -> RowT_co:
         """One row, float32 [vocab_size]."""
@@ -56,9 +66,13 @@ class _Numpy:
 
     name: Literal["numpy", "torch"] = "numpy"
     is_shared = True
+    is_there = True
 
     def __init__(self) -> None:
         self._blocks = Blocks()
+
+    def load(self) -> Future[None]:
+        raise AssertionError("numpy is there")
 
     def one(self, row: EncodedRow) -> NumpyRows:
         values = row.logprobs()
@@ -79,13 +93,29 @@ class _Numpy:
 
 
 class _Torch:
-    """Tensors that the caller owns. torch is read with the first one."""
+    """Tensors that the caller owns. torch is read for the first one."""
 
     name: Literal["numpy", "torch"] = "torch"
     is_shared = False
 
     def __init__(self) -> None:
         self._blocks = Blocks()
+        self.is_there = False
+        self._loading: Future[None] | None = None
+
+    def load(self) -> Future[None]:
+        if self._loading is None:
+            self._loading = in_thread(self._import, "lmpool-torch")
+        return self._loading
+
+    def _import(self) -> None:
+        try:
+            import torch  # noqa: F401
+        except Exception as error:  # whatever stands in the way of its libraries
+            raise SettingsError(
+                f"torch cannot be imported ({said(error)}): write framework='numpy'"
+            ) from error
+        self.is_there = True
 
     def one(self, row: EncodedRow) -> TorchRows:
         import torch

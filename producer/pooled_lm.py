@@ -157,8 +157,12 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
                 raise
             found = self._ended(asked, options)
             if found is not None:
+                if not self._framework.is_there:
+                    await self._with_framework(options)
                 return self._framework.one(cast(EncodedRow, found))
         row = await self._one(token_ids, self._row, lora_name, options, asked)
+        if not self._framework.is_there:
+            await self._with_framework(options)
         return self._framework.one(cast(EncodedRow, row))
 
     async def batch_next_token_logprobs(
@@ -179,6 +183,7 @@ class PooledLM(StatesLM[RowT_co], StreamingLM[RowT_co]):
         options = self._options(timeout, priority, progress)
         stacks = Stacks(self._framework)
         _, rows = await self._several(token_ids_list, self._row, lora_name, options, stacks)
+        await self._with_framework(options)
         return stacks.whole(rows)
 
     # --- sampling ------------------------------------------------------------------------------

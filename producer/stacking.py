@@ -213,7 +213,8 @@ class Conversions(Generic[RowT_co]):
 
     def begin(self, jobs: Sequence[Job], info: ModelInfo) -> Conversion[RowT_co] | None:
         """One for these jobs; None where nothing is worth it."""
-        worth = are_converted(jobs, info)
+        # Who brings rows waits for nothing: what cannot be handed out yet is converted at the end.
+        worth = self._framework.is_there and are_converted(jobs, info)
         self._conversion = Conversion(self._framework) if worth else None
         return self._conversion
 

@@ -69,6 +69,7 @@ class StatesLM(AskingLM[RowT_co], Generic[RowT_co]):
 
         stacks = Stacks(self._framework)
         _, rows = await self._answers(make, (lora_name,), options, stacks)
+        await self._with_framework(options)
         return stacks.whole(cast(list[Answer], rows))
 
     async def last_hidden_state(

@@ -60,7 +60,7 @@ class Window(Generic[GivenT]):
     """The asks of one iterator that are under way, at most `in_flight` of them.
 
     `options` begins an ask's time, `job` makes its job, `alone` asks once more of a pool or an
-    adapter that was replaced, `handed_out` is how a caller gets an answer.
+    adapter that was replaced, `hand_out` is how a caller gets an answer.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Window(Generic[GivenT]):
         options: Callable[[], CallOptions],
         job: Callable[[Ask, CallOptions], Awaitable[tuple[ModelInfo, Job]]],
         alone: Callable[[Ask, CallOptions], Awaitable[Answer]],
-        handed_out: Callable[[Answer], GivenT],
+        hand_out: Callable[[Answer, CallOptions], Awaitable[GivenT]],
     ) -> None:
         most = as_integer(in_flight)
         if most is None or not 1 <= most <= IN_FLIGHT_MOST:
@@ -89,7 +89,7 @@ class Window(Generic[GivenT]):
         self._options = options
         self._job = job
         self._alone = alone
-        self._handed_out = handed_out
+        self._hand_out = hand_out
         self._under_way: deque[_Asked] = deque()
         self._read = 0
         self._exhausted = False
@@ -227,7 +227,7 @@ class Window(Generic[GivenT]):
     async def _outcome(self, asked: _Asked) -> GivenT | LmpoolError:
         """What became of one: its answer, or its error, which is raised unless errors are kept."""
         try:
-            return self._handed_out(await self._answer(asked))
+            return await self._hand_out(await self._answer(asked), asked.options)
         except LmpoolError as error:
             if self._keeps_errors and not isinstance(error, ClientClosed):
                 return error.of(asked.number)

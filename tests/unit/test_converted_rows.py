@@ -58,6 +58,7 @@ class Watched:
 
     def __init__(self) -> None:
         self._numpy = framework("numpy")
+        self.is_there = True
         self.made = threading.Semaphore(0)
 
     def one(self, row: EncodedRow) -> Any:
