@@ -81,6 +81,14 @@ local function flight_of(job, lane, deadline, waiting)
   return job .. ' ' .. lane .. ' ' .. deadline .. waiting
 end
 
+-- Those who wait, from now on with this client. Where thousands do, more are not noted: they find the
+-- result as they look what became of their prompts, every few seconds.
+local function with_client(waiting, client)
+  local is_full = #waiting + #client > MOST_FLIGHT_BYTES - 256
+  if is_full or string.find(waiting, ' ' .. client .. ' ', 1, true) then return waiting end
+  return waiting .. client .. ' '
+end
+
 -- These four of a flight that was read, or nothing of what no client wrote.
 local function parts_of(flight)
   if flight and #flight <= MOST_FLIGHT_BYTES then

@@ -2,7 +2,6 @@
 --   h  the result is there    j  it is still being computed    u  nobody knows of it
 -- KEYS[1] a key of the shard. ARGV: prefix, client, reply TTL, flight TTL, digests
 local prefix, client = ARGV[1], ARGV[2]
-local waiter = ' ' .. client .. ' '
 local reply = prefix .. ':reply:' .. client
 local fresh = 0
 if not takes_entries(reply) then redis.call('DEL', reply) end
@@ -25,11 +24,11 @@ for i = 5, #ARGV do
     -- A flight whose job is gone from its stream will never land.
     local entry = stream and given(redis.pcall('XRANGE', stream, job, job, 'COUNT', 1))
     if entry and #entry == 1 then
-      if string.find(waiting, waiter, 1, true) then
+      local noted = with_client(waiting, client)
+      if noted == waiting then
         redis.call('PEXPIRE', flight, ARGV[4])
       else
-        waiting = waiting .. client .. ' '
-        redis.call('SET', flight, flight_of(job, lane, due, waiting), 'PX', ARGV[4])
+        redis.call('SET', flight, flight_of(job, lane, due, noted), 'PX', ARGV[4])
       end
       answer = 'j'
     else

@@ -128,7 +128,7 @@ local function joined(n, job, lane, due, waiting, stream)
   local deadline, wanted = kind.deadline, kind.stream
   -- The job runs for whoever waits longest.
   if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then due = deadline end
-  if not string.find(waiting, waiter, 1, true) then waiting = waiting .. client .. ' ' end
+  waiting = with_client(waiting, client)
   if promote and stream ~= wanted.key then
     -- A group that is not there holds nothing: an error is as empty as an empty list.
     if #redis.pcall('XPENDING', stream, group, job, job, 1) == 0

@@ -19,6 +19,7 @@ from tests.support.protocol import (
     queued,
     shard_of_pool,
     told,
+    write_flight,
 )
 from tests.support.server import RealServer
 
@@ -48,6 +49,26 @@ def test_a_prompt_twice_in_one_request_is_one_job(
 ) -> None:
     assert caller.enqueue(A, A, B, A) == ("qjqj", True)
     assert len(queued(redis_client, shard)) == 2
+
+
+def test_a_prompt_that_thousands_wait_for_is_one_job(
+    caller: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    assert caller.enqueue(A) == ("q", True)
+    ((entry, _),) = entries_of(redis_client, shard.stream().key)
+    crowd = [f"{number:036d}" for number in range(3_500)]
+    write_flight(redis_client, shard, A, entry.decode(), caller.id, *crowd)
+    late = [Caller(redis_client, shard, f"late-{number:031d}") for number in range(100)]
+    for each in late:
+        assert each.enqueue(A) == ("j", True)
+        assert each.check(A) == ("j", False)
+    assert len(worker.read()) == 1
+    waiting = caller.flight(A).keys() - {b"job", b"stream", b"deadline"}
+    assert 3_501 < len(waiting) < 3_601, "some are noted, and no more than a flight may have"
+    worker.complete([(A, entry, "ok", "")])
+    assert [digest for digest, *_ in told(caller)] == [A.digest.hex()]
+    put_result(redis_client, shard, A)
+    assert {each.check(A)[0] for each in late} == {"h"}
 
 
 def test_a_flight_knows_its_job_and_who_waits(
