@@ -49,6 +49,11 @@ class Deadline:
         """Seconds until then, 0 or more; None waits without end."""
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
+    def at_least(self, seconds: float) -> float | None:
+        """Those left, or so many where there are fewer."""
+        left = self.left()
+        return None if left is None else max(left, seconds)
+
     def error(
         self, missing: str, more: str = "", kind: type[PoolTimeout] = PoolTimeout
     ) -> PoolTimeout:

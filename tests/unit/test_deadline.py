@@ -10,7 +10,7 @@ from lmpool.producer.deadline import LONGEST_WAIT, Deadline
 
 def test_without_a_timeout_nothing_is_counted() -> None:
     deadline = Deadline.checked(None, None)
-    assert (deadline.left(), deadline.at) == (None, None)
+    assert (deadline.left(), deadline.at_least(3), deadline.at) == (None, None, None)
     assert str(deadline.error("no worker")) == "no worker"
     assert str(deadline.error("no worker", ": start one")) == "no worker: start one"
 
@@ -18,6 +18,7 @@ def test_without_a_timeout_nothing_is_counted() -> None:
 def test_what_is_left_goes_down_to_nothing() -> None:
     deadline = Deadline.checked(None, 5.0)
     assert 4.0 < (deadline.left() or 0) <= 5.0
+    assert deadline.at_least(60) == 60
     past = Deadline.checked(1e-9, None)
     assert past.left() == 0.0
     assert str(past.error("no row", "!")) == "no row after 1e-09 s!"
