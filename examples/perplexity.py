@@ -36,6 +36,9 @@ def main() -> None:
     parser.add_argument("--url", help="of a pool's server; without one a private pool is started")
     parser.add_argument("--pool")
     given = parser.parse_args()
+    for file in given.files:
+        if not file.is_file():
+            parser.error(f"{file} cannot be read: write the path of a text file")
     lm = lmpool.connect(given.url, given.pool) if given.url else lmpool.embedded("tiny", "hf")
     with lm:
         for file in given.files:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,8 @@ from lmpool.garbage import uncollected
 
 # Untyped on purpose: its annotations differ from release to release.
 transformers: Any = importlib.import_module("transformers")
+
+logger = logging.getLogger(__name__)
 
 _BITSANDBYTES_PREFIXES: Final = ("load_in_", "bnb_", "llm_int8_")
 
@@ -159,7 +163,16 @@ def _stored_quantization(config: Any, folder: Path) -> object:
 def resolve_device(device: str) -> torch.device:
     """The torch device named `device`; ``auto`` is the first GPU, or else the CPU."""
     if device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda:0")
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+        if named not in ("", "-1"):  # as --gpus sets it
+            logger.warning(
+                "CUDA_VISIBLE_DEVICES=%s names GPUs and torch %s sees none: this computes on the "
+                "CPU; look at nvidia-smi and at torch's build",
+                named, torch.__version__,
+            )  # fmt: skip
+        return torch.device("cpu")
     try:
         place = torch.device(device)
     except RuntimeError:

@@ -36,7 +36,7 @@ LEAST_ROOM: Final = 64 << 10
 """Bytes without which logs and sockets cannot be written."""
 ROOM: Final = "make room, or let TMPDIR name a folder of another file system"
 
-_AT_START = re.compile(r"^(?:\[[^\]]*\] )?lmpool worker: (.+)$", re.MULTILINE)
+_AT_START = re.compile(r"^(?:\[[^\]]*\] )?(?:lmpool worker|error): (.+)$", re.MULTILINE)
 
 
 class PrivatePool:

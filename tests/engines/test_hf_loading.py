@@ -37,6 +37,21 @@ def folder(llama: str, tmp_path: Path) -> Path:
     return shutil.copytree(llama, tmp_path / "model")
 
 
+@pytest.mark.parametrize(("named", "is_told"), [("0,1", True), ("-1", False), ("", False)])
+def test_gpus_that_are_named_and_not_there_are_told(
+    llama: str,
+    named: str,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    HFEngine(llama).close()
+    assert ("CUDA_VISIBLE_DEVICES=0,1 names GPUs" in caplog.text) == is_told
+    assert ("computes on the CPU" in caplog.text) == is_told
+
+
 def change_weights(folder: Path, change: Callable[[Weights], Weights]) -> None:
     file = folder / "model.safetensors"
     weights = load_file(file)

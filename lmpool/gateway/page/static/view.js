@@ -99,14 +99,15 @@ function held(view) {
   const { held_bytes: size, oldest_seconds: oldest } = view.statistics;
   const bound = view.memory_max_bytes;
   put("held", bytes(size));
-  put("held-bound", bound ? `of the server's ${bytes(bound)}` : "the server's memory has no bound");
+  put("held-bound", bound ? `of the server's ${bytes(bound)}` : "");
   show("held-meter", bound > 0);
   if (bound > 0) {
     const part = Math.min(1, size / bound);
     $("held-meter").firstElementChild.style.width = `${100 * part}%`;
     $("held-meter").setAttribute("aria-label", `${share(part)} of the server's memory`);
   }
-  put("held-more", oldest == null ? "none yet" : `the oldest is ${span(oldest)} old`);
+  const age = oldest == null ? "none yet" : `the oldest is ${span(oldest)} old`;
+  put("held-more", bound ? age : `${age}; no maxmemory set`);
 }
 
 function hosts(list) {
