@@ -26,6 +26,7 @@ from subprocess import DEVNULL, Popen
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
+from lmpool.exit_status import EXIT_REFUSED
 from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
@@ -40,8 +41,6 @@ ARQ: Final = (
 )  # fmt: skip
 EXIT_KILLED: Final = 1
 """Exit status when a worker had to be killed."""
-EXIT_REFUSED: Final = 78
-"""Exit status when starting again cannot help: settings, another model in the pool."""
 MARGIN: Final = 10.0
 """Seconds longer than `drain_timeout` after which a worker that was told to stop is killed."""
 LONGEST_LINE: Final = 1 << 16

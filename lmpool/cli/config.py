@@ -33,7 +33,7 @@ SECRET: Final = ("token", "password", "secret", "key")
 """What the names of engines' options have in them that nobody is shown."""
 
 
-def use(path: Path | None) -> Path | None:
+def use(path: Path | None) -> None:
     """Have this process, and those that it starts, read this file."""
     if path is not None:
         file = path.expanduser().absolute()
@@ -45,7 +45,6 @@ def use(path: Path | None) -> Path | None:
                 f"--config {path} cannot be read: {reason}; write the path of a TOML file"
             ) from None
         os.environ[VARIABLE] = str(file)
-    return path
 
 
 def config(as_json: AsJson = False) -> None:
