@@ -17,11 +17,13 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES: Final = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads", "multi_query_group_num"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "inner": ("intermediate_size",),
 }
 """What config.json calls them, the usual name first."""
+_ONE_HEAD: Final = frozenset({"falcon", "gpt_bigcode"})
+"""Model types whose queries share one head of keys where config.json has no `multi_query`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def _of_config(name: str, config: Mapping[str, Any], folder: Path) -> PlannedMod
         dtype = "float32"
     known = {field: _number(config, names) for field, names in _NAMES.items()}
     layers, heads, hidden = known["layers"], known["heads"], known["hidden"]
-    kv_heads = known["kv_heads"] or heads
+    kv_heads = _kv_heads(config, known["kv_heads"] or heads)
     head_dim = _number(config, ("head_dim",))
     if head_dim is None and hidden is not None and heads is not None:
         head_dim = hidden // heads
@@ -156,6 +158,12 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return None
 
 
+def _kv_heads(config: Mapping[str, Any], named: int | None) -> int | None:
+    """Heads of keys and values: those that are named, unless all queries share one."""
+    one = config.get("multi_query", config.get("model_type") in _ONE_HEAD)
+    return 1 if one and not config.get("new_decoder_architecture") else named
+
+
 def _unusual(config: Mapping[str, Any]) -> str:
     """Why 2 x layers x kv heads x head dim does not hold; nothing where it does."""
     if config.get("kv_lora_rank"):
@@ -163,6 +171,11 @@ def _unusual(config: Mapping[str, Any]) -> str:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(kinds, list) and any("full" not in str(k) and k != "attention" for k in kinds):
         return f"layers of several kinds ({', '.join(sorted({*map(str, kinds)}))})"
+    if config.get("new_decoder_architecture"):
+        return (
+            "Falcon's new architecture, of which each engine keeps its own form: hf keeps the keys "
+            "and values of every head"
+        )
     if any(name in config for name in ("mamba_d_state", "state_size", "ssm_cfg")):
         return "a state-space model, whose states do not grow with the prompt"
     return ""
