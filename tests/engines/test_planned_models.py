@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from lmpool.plan import PlannedModel, read_model
+from lmpool.plan.weights import MATRICES, TIED
+from tests.families.small import FAMILIES, Limits, small_configuration
 
 transformers: Any = importlib.import_module("transformers")
 
+LIMITS: Final = Limits(window=40, selected=12, original=64, longest=130)
 TOKENS: Final = 9
 UNSAID: Final = ("tie_word_embeddings", "multi_query", "new_decoder_architecture")
 """What a config.json may leave out where it is as the model type has it."""
@@ -79,6 +82,25 @@ def check(config: Any, folder: Path) -> PlannedModel:
     return said
 
 
+PROMPT_BESIDE: Final = {"cpmant"}
+"""It puts tokens of its own before a prompt."""
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - PROMPT_BESIDE))
+def test_of_each_family_a_plan_is_right_or_says_that_it_does_not_know(
+    model_type: str, tmp_path: Path
+) -> None:
+    try:
+        config = small_configuration(model_type, LIMITS)
+        made(config)
+        config.save_pretrained(tmp_path)
+        type(config)()
+    except Exception as error:
+        pytest.skip(f"cannot be built small: {type(error).__name__}")
+    found = check(config, tmp_path)
+    assert (found.weights_bytes is not None) == (model_type in MATRICES)
+
+
 SIZES: Final[Mapping[str, Any]] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -107,3 +129,11 @@ def test_heads_of_keys_and_values_are_those_of_the_cache(
     )
     found = check(config, tmp_path)
     assert found.state_bytes == (None if heads is None else 2 * 3 * heads * 8 * 4)
+
+
+@pytest.mark.parametrize("model_type", sorted(MATRICES))
+def test_what_is_tied_by_default_is_known(model_type: str) -> None:
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers does not know it")
+    usual = transformers.AutoConfig.for_model(model_type)
+    assert usual.tie_word_embeddings == (model_type in TIED)

@@ -29,9 +29,9 @@ from tests.support.screens import unbroken
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 LLAMA = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-    "vocab_size": 128_256, "tie_word_embeddings": False,
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16", "vocab_size": 128_256, "tie_word_embeddings": False,
 }  # fmt: skip
 F32 = PlannedModel("m", 128_256, "float32")
 GIB = 1 << 30
@@ -74,6 +74,26 @@ def test_older_names_and_texts_of_models_with_pictures(tmp_path: Path) -> None:
     assert nested.state_bytes == 131_072
 
 
+def test_what_is_true_of_every_config_is_not_unusual(tmp_path: Path) -> None:
+    usual = {"full_attention_interval": 1, "num_kv_shared_layers": 0, "vision_config": None}
+    assert read_model(config(tmp_path, **{**LLAMA, **usual})).unknown == ()
+
+
+def test_weights_are_estimated_by_the_model_type(tmp_path: Path) -> None:
+    """Of an MLP with a gate or without, and one table or two."""
+    sizes = {**LLAMA, "tie_word_embeddings": None}
+    table, mlp = 128_256 * 4096, 32 * 4096 * 14_336
+    found = {
+        of: read_model(config(tmp_path, **{**sizes, "model_type": of})).weights_bytes or 0
+        for of in ("llama", "gemma", "phi", "starcoder2")
+    }
+    assert found["llama"] - found["gemma"] == 2 * table
+    assert found["llama"] - found["phi"] == 2 * mlp
+    assert found["phi"] - found["starcoder2"] == 2 * table
+    said = read_model(config(tmp_path, **{**LLAMA, "model_type": "gemma"}))  # and it says not tied
+    assert said.weights_bytes == found["llama"]
+
+
 def test_weights_that_are_there_are_counted(tmp_path: Path) -> None:
     file = config(tmp_path, **LLAMA)
     (tmp_path / "a.safetensors").write_bytes(bytes(1000))
@@ -103,10 +123,18 @@ def test_a_hub_model_is_read_from_the_cache_alone(
     [
         ({"kv_lora_rank": 512}, "latent attention", None),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention", None),
+        ({"block_types": ["recurrent", "attention"]}, "block_types", None),
+        ({"lru_width": 4096}, "lru_width", None),
+        ({"hybrid_override_pattern": "M-M*-"}, "hybrid_override_pattern", None),
+        ({"full_attention_interval": 4}, "full_attention_interval", None),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers", None),
         ({"num_hidden_layers": None}, "does not name layers", None),
         ({"torch_dtype": None}, "float32 is taken", 262_144),
         ({"num_experts": 64}, "mixture of experts", 131_072),
         ({"quantization_config": {"bits": 4}}, "quantized", 131_072),
+        ({"model_type": "a_new_one"}, "model_type='a_new_one', whose layers", 131_072),
+        ({"model_type": None}, "model_type=None, whose layers", 131_072),
+        ({"vision_config": {"depth": 1}}, "several parts (vision_config)", 131_072),
     ],
 )
 def test_what_is_unknown_is_said(
