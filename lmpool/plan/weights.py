@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from lmpool.checks import quoted
+
+INDEX: Final = "model.safetensors.index.json"
+_SHARD: Final = re.compile(r"-\d+-of-\d+$")
 
 MATRICES: Final[Mapping[str, int]] = {
     **dict.fromkeys(
@@ -49,19 +54,48 @@ def weights_bytes(
     config: Mapping[str, Any], folder: Path, shape: Shape, dtype_bytes: int
 ) -> tuple[int | None, str]:
     """The bytes of a model's weights and how they are known, or why they are not."""
-    files = [*folder.glob("*.safetensors")]
-    index = folder / "model.safetensors.index.json"
-    try:
-        total = json.loads(index.read_bytes())["metadata"]["total_size"]
-        if type(total) is int and total > 0:
-            return total, index.name
-    except (OSError, ValueError, KeyError, TypeError):
-        if files:
-            return sum(file.stat().st_size for file in files), "*.safetensors"
+    found = _of_index(folder) or _of_files(folder)
+    if found is not None:
+        return found
     numbers, why = _parameters(config, shape)
     if numbers is None:
-        return None, f"{why}, and no *.safetensors beside config.json"
+        return None, f"{why}, and no *.safetensors of one model beside config.json"
     return numbers * dtype_bytes, "estimated from config.json"
+
+
+def _of_index(folder: Path) -> tuple[int, str] | None:
+    """As the index of several files has them: their sum, or the files that it names."""
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(index, dict):
+        return None
+    metadata, files = index.get("metadata"), index.get("weight_map")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some tools write it as a float.
+    if isinstance(total, int | float) and total is not True and 0 < total < math.inf:
+        return round(total), INDEX
+    if not isinstance(files, dict) or not files:
+        return None
+    try:
+        size = sum((folder / str(name)).stat().st_size for name in {*map(str, files.values())})
+    except (OSError, ValueError):  # one is missing, or no name
+        return None
+    return size, f"the files of {INDEX}"
+
+
+def _of_files(folder: Path) -> tuple[int, str] | None:
+    """Without an index: of ``model.safetensors``, or of the one model that there is.
+
+    Some folders have the same weights a second time, as ``consolidated.safetensors``.
+    """
+    sizes: dict[str, int] = {}
+    for file in filter(Path.is_file, folder.glob("*.safetensors")):
+        name = _SHARD.sub("", file.stem)
+        sizes[name] = sizes.get(name, 0) + file.stat().st_size
+    name = "model" if "model" in sizes or len(sizes) != 1 else next(iter(sizes))
+    return (sizes[name], "*.safetensors") if name in sizes else None
 
 
 def _parameters(config: Mapping[str, Any], shape: Shape) -> tuple[int | None, str]:

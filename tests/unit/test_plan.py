@@ -98,9 +98,55 @@ def test_weights_that_are_there_are_counted(tmp_path: Path) -> None:
     file = config(tmp_path, **LLAMA)
     (tmp_path / "a.safetensors").write_bytes(bytes(1000))
     assert read_model(file).weights_bytes == 1000
-    index = {"metadata": {"total_size": 5_000_000}}
+    for total in (5_000_000, 5_000_000.0):  # as some tools write it
+        index = {"metadata": {"total_size": total}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert read_model(file).weights_bytes == 5_000_000
+
+
+def files(folder: Path, **sizes: int) -> None:
+    for name, size in sizes.items():
+        (folder / f"{name.replace('_of_', '-of-')}.safetensors").write_bytes(bytes(size))
+
+
+def test_weights_are_counted_once(tmp_path: Path) -> None:
+    """A folder may have them in two forms, and adapters beside them."""
+    file = config(tmp_path, **LLAMA)
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    files(tmp_path, **{"model-1_of_2": 300, "model-2_of_2": 400})
+    assert read_model(file).weights_bytes == 700
+    files(tmp_path, consolidated=699, adapter_model=10)
+    assert read_model(file).weights_bytes == 700
+    for path in tmp_path.glob("model-*"):
+        path.unlink()
+    # Either may be it.
+    assert read_model(file).weights_from == "estimated from config.json"
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert read_model(file).weights_bytes == 699
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, [], {}, {"total_size": "many"}, {"total_size": True}, {"total_size": -1.0}],
+)
+def test_an_index_without_a_size_names_the_files(metadata: Any, tmp_path: Path) -> None:
+    file = config(tmp_path, **LLAMA)
+    files(tmp_path, **{"part-1_of_2": 300, "part-2_of_2": 400}, other=5)
+    of_parts = {"a": "part-1-of-2.safetensors", "b": "part-1-of-2.safetensors"}
+    index = {"metadata": metadata, "weight_map": {**of_parts, "c": "part-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert read_model(file).weights_bytes == 5_000_000
+    assert read_model(file).weights_bytes == 700
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": "gone"}}', "Infinity", "[" * 9999],
+)
+def test_an_index_that_tells_nothing_is_none(content: str, tmp_path: Path) -> None:
+    file = config(tmp_path, **LLAMA)
+    files(tmp_path, model=300)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert read_model(file).weights_bytes == 300
 
 
 def test_a_hub_model_is_read_from_the_cache_alone(
