@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.backends.hf.forward import Forward, Sharing
 from lmpool.backends.hf.graphs import CudaRecorder, PassGraphs
 from lmpool.backends.hf.numbers import LOWERED
@@ -28,6 +27,7 @@ from lmpool.backends.hf.packed_trial import (
     longest_by_cache_length,
     try_graphs,
 )
+from lmpool.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)

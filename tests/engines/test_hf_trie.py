@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lmpool.backends import Request
-from lmpool.backends.cache_memory import default_cache_bytes
 from lmpool.backends.contract import ask
+from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import PromptFailed, SettingsError
 from lmpool.wants import Generate
 

@@ -12,7 +12,10 @@ from typing import Any, Final
 import pytest
 import torch
 
-from lmpool.plan import PlannedModel, read_model
+from lmpool.backends.hf.packed import LayerShape
+from lmpool.backends.hf.packed_fit import _slots
+from lmpool.backends.hf.packed_layout import RESERVED_SLOTS
+from lmpool.plan import Demand, PlannedModel, plan, read_model
 from lmpool.plan.weights import MATRICES, TIED
 from tests.families.small import FAMILIES, Limits, small_configuration
 
@@ -137,3 +140,16 @@ def test_what_is_tied_by_default_is_known(model_type: str) -> None:
         pytest.skip("this transformers does not know it")
     usual = transformers.AutoConfig.for_model(model_type)
     assert usual.tie_word_embeddings == (model_type in TIED)
+
+
+@pytest.mark.parametrize(("layers", "gib"), [(32, 80), (32, 24), (1, 80)])
+def test_states_of_hf_are_those_that_it_has_places_for(
+    layers: int, gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, heads, dim = 1 << 34, 8, 128
+    model = PlannedModel("m", 1000, "bfloat16", None, layers, heads, dim, weights)
+    kept = plan(Demand(model, 1.0, gpu_memory=gib << 30, engine="hf"))["gpu_states"].value
+    free = (gib << 30) - weights
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, gib << 30))
+    shapes = [LayerShape(heads, dim, dim, torch.bfloat16)] * layers
+    assert kept == _slots(shapes, torch.device("cuda"), None) + RESERVED_SLOTS

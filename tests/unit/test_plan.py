@@ -351,12 +351,42 @@ def test_more_than_one_primary_is_warned_of() -> None:
 
 def test_states_fit_beside_the_weights(tmp_path: Path) -> None:
     llama = read_model(config(tmp_path, **LLAMA))
-    found = of("row", model=llama, gpu_memory=80 * GIB)
-    by_hand = (0.9 * 80 * GIB - (llama.weights_bytes or 0)) // 131_072
-    assert found["gpu_states"].value == by_hand
-    full = of("row", model=llama, gpu_memory=12 * GIB)
-    assert full["gpu_states"].value == 0
-    assert any("GPU with more memory" in text for text in full.warnings)
+    weights = llama.weights_bytes or 0
+    by_hand = {
+        "vllm": (0.9 * 80 * GIB - weights) // 131_072,
+        "hf": 32 * GIB / 131_072,
+        "mlx": 4 * GIB / 131_072,
+    }
+    of_all, of_free = ("vllm", "sglang"), ("hf", "auto", "mlx")
+    for engine in (*of_all, *of_free):
+        found = of("row", model=llama, gpu_memory=80 * GIB, engine=engine, gpus=2)
+        kept = by_hand[{"sglang": "vllm", "auto": "hf"}.get(engine, engine)]
+        assert found["gpu_states"].value == kept
+        assert found["pool_states"].value == 2 * kept
+        assert {"auto": "hf"}.get(engine, engine) in found["gpu_states"].what
+        assert evaluated(found["gpu_states"].numbers) == pytest.approx(kept, abs=1)
+        full = of("row", model=llama, gpu_memory=12 * GIB, engine=engine)
+        assert full["gpu_states"].value == 0
+        assert any("GPU with more memory" in text for text in full.warnings)
+
+
+def test_of_an_engine_that_keeps_states_in_its_own_way_it_is_not_known(tmp_path: Path) -> None:
+    llama = read_model(config(tmp_path, **LLAMA))
+    found = of("row", model=llama, gpu_memory=80 * GIB, engine="mine")
+    assert "gpu_states" not in found
+    (said,) = found.unknown
+    assert "the engine 'mine' says itself" in said
+    assert of("row", model=llama, engine="mine").unknown == ()
+
+
+def test_the_engine_is_that_of_the_workers_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--prompt-rate", "1", "--gpu-memory", "8GiB", "--json")
+    assert json.loads(command(*asked))["engine"] == "auto"
+    monkeypatch.setenv("LMPOOL_ENGINE", "vllm")
+    assert json.loads(command(*asked))["engine"] == "vllm"
+    assert json.loads(command(*asked, "--engine", "hf"))["engine"] == "hf"
 
 
 def test_a_cache_that_holds_all_answers_all_that_is_asked_again() -> None:
