@@ -18,7 +18,7 @@ from lmpool.settings import (
     ClientOptions,
     GatewaySettings,
     WorkerOptions,
-    mask_url,
+    mask_secrets,
     refuse_unknown_variables,
     settings_of,
     variable_of,
@@ -29,8 +29,6 @@ OF: Final[dict[str, type[BaseSettings]]] = {
     "worker": WorkerOptions,
     "gateway": GatewaySettings,
 }
-SECRET: Final = ("token", "password", "secret", "key")
-"""What the names of engines' options have in them that nobody is shown."""
 
 
 def use(path: Path | None) -> None:
@@ -79,30 +77,8 @@ def _found() -> Iterator[dict[str, Any]]:
                 source = variable
             elif file is not None and name in in_file:
                 source = str(file.path)
-            value = _plain(name, getattr(settings, name))
+            value = mask_secrets(getattr(settings, name))
             yield {"of": of, "name": name, "value": value, "from": source}
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A value as JSON has it, without what is secret in it."""
-    match value:
-        case Path():
-            return str(value)
-        case tuple() | list():
-            return [_plain(name, each) for each in value]
-        case dict():
-            return {key: _inside(str(key), each) for key, each in value.items()}
-        case str() if "://" in value:
-            return " ".join(map(mask_url, value.split(" ")))
-        case _:
-            return value
-
-
-def _inside(name: str, value: Any) -> Any:
-    """The same of an engine's option, which may be secret itself."""
-    if isinstance(value, str) and any(word in name.lower() for word in SECRET):
-        return "***"
-    return _plain(name, value)
 
 
 def _shown(value: Any) -> str:

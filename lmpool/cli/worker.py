@@ -11,7 +11,7 @@ import typer
 
 from lmpool.cli.setting_options import is_json, option, parameter
 from lmpool.errors import SettingsError
-from lmpool.settings import WorkerOptions
+from lmpool.settings import WorkerOptions, mask_text
 
 _WHERE: Final = "Where they run"
 _WHAT: Final = "Settings (each is also an LMPOOL_* variable)"
@@ -39,7 +39,8 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
                 value = json.loads(value)
             except ValueError as error:
                 raise SettingsError(
-                    f"--{name.replace('_', '-')} {value}: {error}; write JSON, for example "
+                    f"--{name.replace('_', '-')} {mask_text(value)}: {error}; write JSON, for "
+                    "example "
                     + ("'[\"/srv/adapters\"]'" if name == "adapter_dirs" else "'{\"a\": 1}'")
                 ) from None
         settings[name] = value

@@ -111,7 +111,8 @@ def test_what_is_in_force_is_shown_with_its_source_and_without_secrets(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(
-        'url = "redis://:s3cret@host/0"\nengine_opts = { hf_token = "s3cret", device = "cpu" }',
+        'url = "redis://:s3cret@host/0"\n'
+        'engine_opts = { hf_token = "s3cret", device = "cpu", tokens = ["s3cret"] }',
         "own.toml",
     )
     monkeypatch.setenv("LMPOOL_CONFIG", "")  # what --config sets is gone after the test
@@ -122,7 +123,8 @@ def test_what_is_in_force_is_shown_with_its_source_and_without_secrets(
     assert "s3cret" not in text + json.dumps(found)
     by_name = {(each["of"], each["name"]): (each["value"], each["from"]) for each in found}
     assert by_name["client", "url"] == ("redis://:***@host/0", str(path))
-    assert by_name["worker", "engine_opts"] == ({"hf_token": "***", "device": "cpu"}, str(path))
+    masked = {"hf_token": "***", "device": "cpu", "tokens": ["***"]}
+    assert by_name["worker", "engine_opts"] == (masked, str(path))
     assert by_name["gateway", "pool"] == ("a=redis://:***@other/0 b", "LMPOOL_GATEWAY_POOL")
     assert by_name["gateway", "port"] == (8000, "default")
     for options in (ClientOptions, WorkerOptions, GatewaySettings):
