@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from lmpool.errors import SettingsError
 from lmpool.exit_status import EXIT_REFUSED
+from lmpool.insistence import Insistence
 from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
@@ -79,6 +80,7 @@ class Launcher:
     events: Path | None = None
     command: Sequence[str] = ARQ
     new_backoff: Callable[[], Backoff] = Backoff
+    insistence: Insistence = field(default_factory=Insistence)
     _running: dict[Popen[bytes], asyncio.Future[int]] = field(default_factory=dict)
     """The workers' processes, each with its exit status once it has one."""
     _killed: bool = False
@@ -203,8 +205,10 @@ class Launcher:
                 ended.set_result(process.returncode)
 
     def _stop(self, told: signal.Signals) -> None:
+        insists = self.insistence.insists()
         if self._stopping.is_set():
-            self._kill("told to stop a second time")
+            if insists:
+                self._kill("told to stop a second time")
             return
         self._stopping.set()
         limit = self.drain_timeout + min(MARGIN, self.drain_timeout)
