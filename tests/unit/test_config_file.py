@@ -79,6 +79,15 @@ def test_the_file_that_is_named_counts_and_must_be_there(
         ClientOptions()
 
 
+def test_a_byte_order_mark_is_none_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "marked.toml"
+    file.write_text('pool = "marked"', "utf-8-sig")
+    monkeypatch.setenv("LMPOOL_CONFIG", str(file))
+    assert ClientOptions().pool == "marked"
+
+
 WRONG = [
     ("batch_size = 0", r"lmpool.toml: batch_size=0: input should be greater than or equal to 1"),
     ("batch_size = true", r"lmpool.toml: batch_size=True: True and False are none of its values"),
