@@ -36,7 +36,7 @@ def read(lm: lmpool.PooledLM[object], files: Iterable[Path]) -> list[list[int]]:
     longest = lm.info.max_prompt_tokens + 1
     texts = []
     for file in files:
-        for line in file.read_text("utf-8").splitlines():
+        for line in file.read_text("utf-8-sig").splitlines():
             tokens = lm.encode(line)
             texts += [tokens[at : at + longest] for at in range(0, len(tokens), longest)]
     return [tokens for tokens in texts if len(tokens) > 1]

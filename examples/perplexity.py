@@ -42,7 +42,7 @@ def main() -> None:
     lm = lmpool.connect(given.url, given.pool) if given.url else lmpool.embedded("tiny", "hf")
     with lm:
         for file in given.files:
-            tokens = lm.encode(file.read_text("utf-8", "replace"))
+            tokens = lm.encode(file.read_text("utf-8-sig", "replace"))
             found = perplexity(lm.sync, tokens, given.window, given.stride)
             print(f"{found:10.2f}  {len(tokens):8,} tokens  {file.name}")
 

@@ -48,7 +48,7 @@ def read_config(environ: Mapping[str, str] | None = None) -> ConfigFile | None:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise SettingsError(f"{path}: more than {MAX_BYTES} bytes are no settings")
-        return ConfigFile(path, tomllib.loads(data.decode()))
+        return ConfigFile(path, tomllib.loads(data.decode("utf-8-sig")))
     except (OSError, UnicodeDecodeError) as error:
         name = f"{VARIABLE}={named}" if named else str(path)
         reason = getattr(error, "strerror", None) or said(error)

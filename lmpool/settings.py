@@ -41,6 +41,8 @@ __all__ = [
     "Priority",
     "WorkerOptions",
     "check_url",
+    "mask_secrets",
+    "mask_text",
     "mask_url",
     "pool_addresses",
     "refuse_unknown_variables",
@@ -63,6 +65,8 @@ SEVERAL_HOSTS: Final[dict[str, tuple[type[Sentinels] | type[Cluster], str]]] = {
 """Who reads the URLs of these schemes, and how they are written."""
 URLS: Final = ("url", "control_url")
 """Settings that may hold a password."""
+SECRET: Final = ("token", "password", "secret", "key")
+"""What the names of engines' options have in them that nobody is shown."""
 URL_OPTIONS = ("db", "username", "password", "health_check_interval")
 TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
@@ -90,6 +94,41 @@ def mask_url(url: str) -> str:
 
 def _masked_option(found: re.Match[str]) -> str:
     return found[0] if found[2] in _SHOWN else f"{found[1]}***"
+
+
+def mask_secrets(value: Any, *, secret: bool = False) -> Any:
+    """A value of settings as JSON has it, without what is secret in it.
+
+    Below a name that says so, and where it is `secret` itself, no text is shown: tokens may be in a
+    list. Numbers are none.
+    """
+    match value:
+        case dict():
+            return {
+                name: mask_secrets(each, secret=secret or _is_secret(str(name)))
+                for name, each in value.items()
+            }
+        case tuple() | list():
+            return [mask_secrets(each, secret=secret) for each in value]
+        case None | bool() | int() | float():
+            return value
+        case _ if secret:
+            return "***"
+        case str() if "://" in value:
+            return " ".join(map(mask_url, value.split(" ")))
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def mask_text(text: str) -> str:
+    """Options as they are written, of which it is not known what is secret: all or nothing."""
+    return "***" if _is_secret(text) else text
+
+
+def _is_secret(text: str) -> bool:
+    return any(word in text.lower() for word in SECRET)
 
 
 def place_of(url: str) -> str:
@@ -258,6 +297,8 @@ class _Options(_Settings):
         shown = {name: getattr(self, name) for name in type(self).model_fields}
         for name in URLS:
             shown[name] = shown[name] and mask_url(shown[name])
+        if "engine_opts" in shown:
+            shown["engine_opts"] = mask_secrets(shown["engine_opts"])
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     __str__ = __repr__
@@ -577,8 +618,17 @@ def _not_json(message: str, names: Iterable[str]) -> str:
     field = next((name for name in names if f'"{name}"' in message), "engine_opts")
     example = '["/srv/adapters"]' if field == "adapter_dirs" else '{"device": "cpu"}'
     variable = PREFIX + field.upper()
-    value = os.environ.get(variable)
+    value = mask_text(os.environ.get(variable, ""))
     return f"{variable}={value!r:.200} is not JSON: write for example {variable}='{example}'"
+
+
+def _shown(field: str, value: Any) -> str:
+    """A value that is refused, without what is secret in it."""
+    if field in URLS and isinstance(value, str):
+        return mask_url(value)
+    if field == "engine_opts":
+        value = mask_text(value) if isinstance(value, str) else mask_secrets(value)
+    return quoted(value, 200)
 
 
 def _explain(error: ValidationError, options: type[BaseSettings], given: dict[str, Any]) -> str:
@@ -605,7 +655,7 @@ def _explain(error: ValidationError, options: type[BaseSettings], given: dict[st
             name, value = variable, os.environ.get(variable)
             if not value and file is not None and field in in_file:
                 name, value = f"{file.path}: {field}", in_file[field]
-        text = mask_url(value) if field in URLS and isinstance(value, str) else quoted(value, 200)
+        text = _shown(field, value)
         what = f"{found['msg'][0].lower()}{found['msg'][1:]}"
         if found["type"].startswith("byte_size"):
             what = "a number of bytes expected, such as 512MiB"

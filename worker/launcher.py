@@ -26,6 +26,8 @@ from subprocess import DEVNULL, Popen
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
+from lmpool.exit_status import EXIT_REFUSED
+from lmpool.insistence import Insistence
 from lmpool.logs import logging_config
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.variables import as_variables
@@ -40,8 +42,6 @@ ARQ: Final = (
 )  # fmt: skip
 EXIT_KILLED: Final = 1
 """Exit status when a worker had to be killed."""
-EXIT_REFUSED: Final = 78
-"""Exit status when starting again cannot help: settings, another model in the pool."""
 MARGIN: Final = 10.0
 """Seconds longer than `drain_timeout` after which a worker that was told to stop is killed."""
 LONGEST_LINE: Final = 1 << 16
@@ -80,6 +80,7 @@ class Launcher:
     events: Path | None = None
     command: Sequence[str] = ARQ
     new_backoff: Callable[[], Backoff] = Backoff
+    insistence: Insistence = field(default_factory=Insistence)
     _running: dict[Popen[bytes], asyncio.Future[int]] = field(default_factory=dict)
     """The workers' processes, each with its exit status once it has one."""
     _killed: bool = False
@@ -204,8 +205,10 @@ class Launcher:
                 ended.set_result(process.returncode)
 
     def _stop(self, told: signal.Signals) -> None:
+        insists = self.insistence.insists()
         if self._stopping.is_set():
-            self._kill("told to stop a second time")
+            if insists:
+                self._kill("told to stop a second time")
             return
         self._stopping.set()
         limit = self.drain_timeout + min(MARGIN, self.drain_timeout)

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from lmpool.backends.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.backends.hf.forward import Forward, Sharing
 from lmpool.backends.hf.graphs import CudaRecorder, PassGraphs
 from lmpool.backends.hf.numbers import LOWERED
@@ -28,6 +27,7 @@ from lmpool.backends.hf.packed_trial import (
     longest_by_cache_length,
     try_graphs,
 )
+from lmpool.cache_memory import MOST_POSITIONS, default_cache_bytes
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,10 @@ def _requirements(
             f"its attention is {implementation!r}, which takes no mask of ours; "
             f"{' and '.join(_ATTENTION)} do"
         )
-    ids = torch.arange(5, device=device)[None] % int(model.get_input_embeddings().weight.shape[0])
+    # A layer keeps no more than its window: a few tokens that are in the least one.
+    count = max(1, min([5, *(size - 1 for size in _windows(config).values())]))
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.arange(count, device=device)[None] % vocab_size
     assert forward.head is not None
     try:
         with torch.inference_mode():

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.batch import BatchEngine
-from lmpool.backends.cache_memory import default_cache_bytes
 from lmpool.backends.engine import EngineInfo, Measures, Outcome, Request, Tokens
 from lmpool.backends.grouping import forward_passes, of_equal_prompts
 from lmpool.backends.mlx.adapters import Adapters
@@ -27,6 +26,7 @@ from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_positive
 from lmpool.backends.progress import stage
 from lmpool.backends.words import alike, asked_of_row
+from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Hidden, Score
 

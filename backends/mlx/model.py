@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lmpool.backends.cache_memory import MOST_POSITIONS
 from lmpool.backends.engine import Tokens
 from lmpool.backends.mlx.prefixes import Slots
 from lmpool.backends.model_config import ModelConfig
 from lmpool.backends.options import DTYPES, check_dtype
+from lmpool.cache_memory import MOST_POSITIONS
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Any, Final
 from vllm import EngineArgs
 from vllm.platforms import current_platform
 
-from lmpool.backends.cache_memory import default_cache_bytes
 from lmpool.backends.options import check_positive, check_types
 from lmpool.backends.vllm import internals
+from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import SettingsError
 
 CAPTURED_ROWS: Final = "lmpool.backends.vllm.capture.CapturedRows"

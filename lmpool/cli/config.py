@@ -18,7 +18,7 @@ from lmpool.settings import (
     ClientOptions,
     GatewaySettings,
     WorkerOptions,
-    mask_url,
+    mask_secrets,
     refuse_unknown_variables,
     settings_of,
     variable_of,
@@ -29,11 +29,9 @@ OF: Final[dict[str, type[BaseSettings]]] = {
     "worker": WorkerOptions,
     "gateway": GatewaySettings,
 }
-SECRET: Final = ("token", "password", "secret", "key")
-"""What the names of engines' options have in them that nobody is shown."""
 
 
-def use(path: Path | None) -> Path | None:
+def use(path: Path | None) -> None:
     """Have this process, and those that it starts, read this file."""
     if path is not None:
         file = path.expanduser().absolute()
@@ -45,7 +43,6 @@ def use(path: Path | None) -> Path | None:
                 f"--config {path} cannot be read: {reason}; write the path of a TOML file"
             ) from None
         os.environ[VARIABLE] = str(file)
-    return path
 
 
 def config(as_json: AsJson = False) -> None:
@@ -80,30 +77,8 @@ def _found() -> Iterator[dict[str, Any]]:
                 source = variable
             elif file is not None and name in in_file:
                 source = str(file.path)
-            value = _plain(name, getattr(settings, name))
+            value = mask_secrets(getattr(settings, name))
             yield {"of": of, "name": name, "value": value, "from": source}
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A value as JSON has it, without what is secret in it."""
-    match value:
-        case Path():
-            return str(value)
-        case tuple() | list():
-            return [_plain(name, each) for each in value]
-        case dict():
-            return {key: _inside(str(key), each) for key, each in value.items()}
-        case str() if "://" in value:
-            return " ".join(map(mask_url, value.split(" ")))
-        case _:
-            return value
-
-
-def _inside(name: str, value: Any) -> Any:
-    """The same of an engine's option, which may be secret itself."""
-    if isinstance(value, str) and any(word in name.lower() for word in SECRET):
-        return "***"
-    return _plain(name, value)
 
 
 def _shown(value: Any) -> str:

@@ -110,7 +110,7 @@ def gateway_key(
     """Make an API key: print it on stderr, and its line for --api-keys on stdout."""
     from lmpool.gateway.keys import line, new_key
 
-    key = sys.stdin.readline().strip() if hash_stdin else new_key()
+    key = sys.stdin.readline().removeprefix("\ufeff").strip() if hash_stdin else new_key()
     if not key:
         raise SettingsError("no key on standard input: write one in a line")
     written = line(name, key, requests, operator=operator)

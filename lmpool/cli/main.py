@@ -32,10 +32,15 @@ from lmpool.cli.shards import shards
 from lmpool.cli.terminal import FAILED, INTERRUPTED, print_error
 from lmpool.cli.top import top
 from lmpool.cli.worker import worker
-from lmpool.errors import LmpoolError
+from lmpool.errors import LmpoolError, SettingsError
+from lmpool.exit_status import EXIT_REFUSED
 
 UNWRITTEN: Final = (errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 """Why a file or a pipe takes nothing more."""
+SERVING: Final = frozenset({"worker", "gateway", "exporter", "page"})
+"""Commands that run until they are told to end, and that something may start again."""
+PASSING: Final = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+"""Why an address cannot be listened at for now: another has it still, or it is not up yet."""
 
 
 class _Commands(TyperGroup):
@@ -48,9 +53,6 @@ class _Commands(TyperGroup):
                 return super().main(*args, **extra)
             finally:
                 sys.stdout.flush()
-        except LmpoolError as error:  # of an option that comes before the command
-            print_error(error)
-            sys.exit(FAILED)
         except OSError as error:
             if error.errno not in UNWRITTEN or error.filename is not None:
                 raise
@@ -65,9 +67,19 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except LmpoolError as error:
             print_error(error)
-            raise typer.Exit(FAILED) from None
+            raise typer.Exit(_status(error, ctx.invoked_subcommand)) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+
+
+def _status(error: LmpoolError, command: str | None) -> int:
+    """The exit status after an error of ours: whether to start a command that serves again."""
+    if command not in SERVING or not isinstance(error, SettingsError):
+        return FAILED
+    of_address = error.__context__
+    if isinstance(of_address, OSError) and of_address.errno in PASSING:
+        return FAILED
+    return EXIT_REFUSED
 
 
 def _drop_output() -> None:
@@ -105,16 +117,17 @@ def _options(
             "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-    config: Annotated[
+    config_file: Annotated[
         Path | None,
         typer.Option(
-            callback=use,
+            "--config",
             metavar="FILE",
             help="Settings, as TOML. [dim]\\[$LMPOOL_CONFIG, or lmpool.toml][/]",
         ),
     ] = None,
 ) -> None:
     """Full-vocabulary next-token log-probabilities from a pool of language-model workers."""
+    use(config_file)
 
 
 for command in (

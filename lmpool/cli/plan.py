@@ -73,6 +73,14 @@ def plan(
         str | None,
         typer.Option("--gpu-memory", metavar="SIZE", help="A GPU's, as 80GiB: what fits there."),
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="hf, vllm, sglang or mlx: each takes memory in its way. "
+            "[dim]\\[as workers are set][/]",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Reckon what a pool needs: memory, network, processors, caches, with the arithmetic shown.
@@ -107,6 +115,7 @@ def plan(
             encoding=encoding,
             memory=_bytes("memory", memory),
             gpu_memory=_bytes("gpu_memory", gpu_memory),
+            engine=engine or worker.engine,
             cache_bytes=client.cache_bytes,
             max_backlog=worker.max_backlog,
             lanes=worker.lanes,

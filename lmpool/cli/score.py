@@ -87,14 +87,14 @@ def read_text(file: str) -> str:
         found = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
         raise PromptError(f"{name} cannot be read: {error.strerror}") from None
-    if not found:
-        raise PromptError(f"{name} is empty: there is nothing to score")
     try:
-        text = found.decode("utf-8")
+        text = found.decode("utf-8").removeprefix("\ufeff")  # as some editors begin a file
     except UnicodeDecodeError as error:
         raise PromptError(
             f"{name} is no text in UTF-8: byte {found[error.start]:#04x} at {error.start:,}"
         ) from None
+    if not text:
+        raise PromptError(f"{name} is empty: there is nothing to score")
     if "\0" in text:
         raise PromptError(f"{name} is no text: a zero byte at {found.index(0):,}")
     return text

@@ -10,9 +10,8 @@ from typing import Any, Final
 import typer
 
 from lmpool.cli.setting_options import is_json, option, parameter
-from lmpool.cli.terminal import print_error
-from lmpool.errors import LmpoolError, SettingsError
-from lmpool.settings import WorkerOptions
+from lmpool.errors import SettingsError
+from lmpool.settings import WorkerOptions, mask_text
 
 _WHERE: Final = "Where they run"
 _WHAT: Final = "Settings (each is also an LMPOOL_* variable)"
@@ -23,15 +22,10 @@ def worker(**given: Any) -> None:
 
     Ends on SIGTERM or Ctrl-C once the running batches are done.
     """
-    from lmpool.worker.launcher import EXIT_REFUSED, launch
+    from lmpool.worker.launcher import launch
 
     placing = {name: given.pop(name) for name in ("gpus", "workers", "events")}
-    try:
-        status = launch(read_options(given), **placing)
-    except LmpoolError as error:
-        print_error(error)
-        status = EXIT_REFUSED
-    raise typer.Exit(status)
+    raise typer.Exit(launch(read_options(given), **placing))
 
 
 def read_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +39,8 @@ def read_options(given: dict[str, Any]) -> dict[str, Any]:
                 value = json.loads(value)
             except ValueError as error:
                 raise SettingsError(
-                    f"--{name.replace('_', '-')} {value}: {error}; write JSON, for example "
+                    f"--{name.replace('_', '-')} {mask_text(value)}: {error}; write JSON, for "
+                    "example "
                     + ("'[\"/srv/adapters\"]'" if name == "adapter_dirs" else "'{\"a\": 1}'")
                 ) from None
         settings[name] = value

@@ -140,7 +140,7 @@ class KeyFile:
                 raise SettingsError(
                     f"api_keys={str(self._path)!r}: more than {MAX_FILE_BYTES} bytes"
                 )
-            keys = parse(data.decode(), self._path)
+            keys = parse(data.decode("utf-8-sig"), self._path)
             self._stamp = stamp  # not before: what could not be read is read again
             return keys
         except (OSError, UnicodeDecodeError) as error:

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, ClassVar, Final
 
 import uvicorn
@@ -18,6 +19,7 @@ from lmpool.gateway.app import create_app
 from lmpool.gateway.door import ABORT, ENDING, GRACE, STALL
 from lmpool.gateway.errors import ApiError
 from lmpool.gateway.options import GatewayOptions
+from lmpool.insistence import Insistence
 from lmpool.listening import cannot_listen
 from lmpool.tracing import set_up
 
@@ -193,7 +195,18 @@ def protocol(seconds: float) -> type[HttpToolsProtocol]:
 
 
 class _Server(uvicorn.Server):
-    """Ends on a signal as it should, and is not ended by it once more afterwards."""
+    """Ends on a signal as it should, and is not ended by it once more afterwards.
+
+    Nor hastened by the same Ctrl-C, which a terminal sends and who started it may pass on.
+    """
+
+    def __init__(self, config: uvicorn.Config, insistence: Insistence | None = None) -> None:
+        super().__init__(config)
+        self._insistence = insistence or Insistence()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._insistence.insists() or not self.should_exit:
+            super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -121,7 +121,7 @@ def read_template(path: Path) -> str:
             raise SettingsError(
                 f"chat_template={str(path)!r}: more than {MAX_TEMPLATE_BYTES} bytes"
             )
-        source = data.decode()
+        source = data.decode("utf-8-sig")
         ChatTemplate(source, {})
     except (OSError, UnicodeDecodeError, SettingsError) as error:
         reason = error if isinstance(error, SettingsError) else said(error)

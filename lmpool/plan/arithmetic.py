@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lmpool.affinity import LANES_PER_WORKER, lanes_in_use, usual_lanes
+from lmpool.checks import quoted
 from lmpool.model_info import MAX_LANES, MAX_SHARDS
 from lmpool.plan import measured
 from lmpool.plan.answers import PlannedWant, planned_wants
 from lmpool.plan.demand import MOST, Demand
+from lmpool.plan.states import KNOWN, kept_states
 from lmpool.plan.traffic import Traffic, traffic
 from lmpool.result_memory import CACHED_BYTES, RESERVE, least_reserve, reserve
 
@@ -26,8 +28,6 @@ BASE_BYTES: Final = 32 << 20
 """Of a server without results: itself, the tokenizer, what is on its way to clients."""
 FRAGMENTED: Final = 1.1
 """The process's memory beside what it has in use."""
-ENGINE_SHARE: Final = 0.9
-"""Of a GPU's memory, for weights, keys and values; the rest is for what is computed with."""
 
 Unit = Literal["bytes", "bytes/s", "s", "/s", "cores", "", "%"]
 
@@ -78,7 +78,7 @@ def plan(demand: Demand) -> Plan:
     _of_workers(sheet, demand)
     lines = {line.name: line for line in sheet.lines}
     warnings = tuple(_warnings(demand, wants, lines))
-    return Plan(demand, wants, tuple(sheet.lines), warnings, demand.model.unknown)
+    return Plan(demand, wants, tuple(sheet.lines), warnings, tuple(_unknown(demand)))
 
 
 @dataclass(slots=True)
@@ -353,18 +353,24 @@ def _of_workers(sheet: _Sheet, demand: Demand) -> None:
         sheet.add("weights", "weights", model.weights_from, "as found", weights, "bytes")
     if demand.gpu_memory is None or state is None or weights is None:
         return
-    free = demand.gpu_memory * ENGINE_SHARE - weights
-    sheet.add(
-        "gpu_states", "tokens whose states fit",
-        f"(GPU memory x {ENGINE_SHARE:g} - weights) / states of a token",
-        f"({n(demand.gpu_memory)} x {ENGINE_SHARE:g} - {n(weights)}) / {n(state)}",
-        max(0, math.floor(free / state)),
-    )  # fmt: skip
+    kept = kept_states(demand.engine, demand.gpu_memory, weights, state)
+    if kept is None:
+        return
+    sheet.add("gpu_states", kept.what, kept.formula, kept.numbers, kept.tokens)
     if "home_lanes" in sheet.values:
         sheet.add(
             "pool_states", "the same of all workers, as each beginning has one home", "that x GPUs",
             f"{n(sheet.gpu_states)} x {gpus:,}", sheet.gpu_states * gpus,
         )  # fmt: skip
+
+
+def _unknown(demand: Demand) -> Iterator[str]:
+    yield from demand.model.unknown
+    if demand.gpu_memory is not None and demand.engine not in ("auto", *KNOWN):
+        yield (
+            f"tokens whose states fit on a GPU: the engine {quoted(demand.engine)} says itself how "
+            f"many it keeps; {', '.join(KNOWN)} are known"
+        )
 
 
 def _warnings(demand: Demand, wants: Sequence[PlannedWant], lines: dict[str, Line]) -> list[str]:
@@ -403,8 +409,8 @@ def _warnings(demand: Demand, wants: Sequence[PlannedWant], lines: dict[str, Lin
     states = lines.get("gpu_states")
     if states is not None and states.value < demand.prompt_tokens:
         found.append(
-            f"states of {n(states.value)} tokens fit on a GPU, fewer than one prompt has: take a "
-            "GPU with more memory, or several for one worker"
+            f"states of {n(states.value)} tokens are kept on a GPU, fewer than one prompt has: "
+            "take a GPU with more memory, or several for one worker"
         )
     return found
 

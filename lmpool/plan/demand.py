@@ -25,7 +25,8 @@ class Demand:
     `wants` such as ``row``, ``top:20`` or ``top:20=0.8``. `distinct` is the part of the prompts
     that nobody has asked within `ttl` seconds: the others are answered by what is stored.
     `encoding` of None is the model's smallest lossless one. `memory` is that of a server which is
-    there already, `gpu_memory` that of a GPU, in bytes. `lanes` are those of a shard.
+    there already, `gpu_memory` that of a GPU, in bytes, of which `engine` takes its part. `lanes`
+    are those of a shard.
     """
 
     model: PlannedModel
@@ -39,6 +40,7 @@ class Demand:
     encoding: Encoding | None = None
     memory: int | None = None
     gpu_memory: int | None = None
+    engine: str = "auto"
     cache_bytes: int = 256 << 20
     max_backlog: int = 100_000
     lanes: int | None = None

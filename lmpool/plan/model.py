@@ -11,17 +11,27 @@ from typing import Any, Final
 from lmpool.checks import quoted
 from lmpool.errors import SettingsError
 from lmpool.model_info import Encoding
+from lmpool.plan.weights import Shape, weights_bytes
 from lmpool.wants.top import MAX_K
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES: Final = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads", "multi_query_group_num"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "inner": ("intermediate_size",),
 }
 """What config.json calls them, the usual name first."""
+_ONE_HEAD: Final = frozenset({"falcon", "gpt_bigcode"})
+"""Model types whose queries share one head of keys where config.json has no `multi_query`."""
+_OF_SEVERAL_KINDS: Final = (
+    "attn_layer_indices", "attn_layer_period", "attn_type_list", "block_types",
+    "full_attention_interval", "full_attn_idxs", "hybrid_override_pattern", "lru_width",
+    "num_kv_shared_layers", "sliding_window_pattern", "_sliding_window_pattern",
+)  # fmt: skip
+"""What configs without `layer_types` say of layers that keep no keys and values, others' or those
+of a window alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ def _of_config(name: str, config: Mapping[str, Any], folder: Path) -> PlannedMod
         dtype = "float32"
     known = {field: _number(config, names) for field, names in _NAMES.items()}
     layers, heads, hidden = known["layers"], known["heads"], known["hidden"]
-    kv_heads = known["kv_heads"] or heads
+    kv_heads = _kv_heads(config, known["kv_heads"] or heads)
     head_dim = _number(config, ("head_dim",))
     if head_dim is None and hidden is not None and heads is not None:
         head_dim = hidden // heads
@@ -140,7 +150,8 @@ def _of_config(name: str, config: Mapping[str, Any], folder: Path) -> PlannedMod
         layers = None
     elif None in (layers, kv_heads, head_dim):
         unknown.append("keys and values of a token: config.json does not name layers and heads")
-    weights, how = _weights(config, folder, known, head_dim, vocab_size, DTYPE_BYTES[dtype])
+    shape = Shape(vocab_size, known["layers"], hidden, known["inner"], heads, kv_heads, head_dim)
+    weights, how = weights_bytes(config, folder, shape, DTYPE_BYTES[dtype])
     if weights is None:
         unknown.append(f"bytes of the weights: {how}")
     return PlannedModel(
@@ -156,6 +167,12 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return None
 
 
+def _kv_heads(config: Mapping[str, Any], named: int | None) -> int | None:
+    """Heads of keys and values: those that are named, unless all queries share one."""
+    one = config.get("multi_query", config.get("model_type") in _ONE_HEAD)
+    return 1 if one and not config.get("new_decoder_architecture") else named
+
+
 def _unusual(config: Mapping[str, Any]) -> str:
     """Why 2 x layers x kv heads x head dim does not hold; nothing where it does."""
     if config.get("kv_lora_rank"):
@@ -163,39 +180,14 @@ def _unusual(config: Mapping[str, Any]) -> str:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(kinds, list) and any("full" not in str(k) and k != "attention" for k in kinds):
         return f"layers of several kinds ({', '.join(sorted({*map(str, kinds)}))})"
+    for name in _OF_SEVERAL_KINDS:
+        if config.get(name) not in (None, 0, 1, []):
+            return f"layers of several kinds ({name})"
+    if config.get("new_decoder_architecture"):
+        return (
+            "Falcon's new architecture, of which each engine keeps its own form: hf keeps the keys "
+            "and values of every head"
+        )
     if any(name in config for name in ("mamba_d_state", "state_size", "ssm_cfg")):
         return "a state-space model, whose states do not grow with the prompt"
     return ""
-
-
-def _weights(
-    config: Mapping[str, Any],
-    folder: Path,
-    known: Mapping[str, int | None],
-    head_dim: int | None,
-    vocab_size: int,
-    dtype_bytes: int,
-) -> tuple[int | None, str]:
-    """The bytes of a model's weights and how they are known, or why they are not."""
-    files = [*folder.glob("*.safetensors")]
-    index = folder / "model.safetensors.index.json"
-    try:
-        total = json.loads(index.read_bytes())["metadata"]["total_size"]
-        if type(total) is int and total > 0:
-            return total, index.name
-    except (OSError, ValueError, KeyError, TypeError):
-        if files:
-            return sum(file.stat().st_size for file in files), "*.safetensors"
-    if config.get("quantization_config"):
-        return None, "quantized, and no *.safetensors beside config.json"
-    if any("expert" in key and config[key] for key in config):
-        return None, "a mixture of experts, and no *.safetensors beside config.json"
-    layers, heads, hidden, inner = (known[n] for n in ("layers", "heads", "hidden", "inner"))
-    if None in (layers, heads, hidden, inner, head_dim) or _unusual(config):
-        return None, "no *.safetensors beside config.json, and layers that this does not know"
-    assert layers and heads and hidden  # noqa: PT018
-    assert inner and head_dim  # noqa: PT018
-    attention = 2 * hidden * head_dim * (heads + (known["kv_heads"] or heads))
-    tables = vocab_size * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    numbers = tables + layers * (attention + 3 * hidden * inner)
-    return numbers * dtype_bytes, "estimated from config.json, of a gated decoder"

@@ -21,6 +21,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
             "head_dim": model.head_dim,
         },
         "gpus": demand.gpus,
+        "engine": demand.engine,
         "prompt_rate": demand.prompt_rate,
         "prompt_tokens": demand.prompt_tokens,
         "ttl": demand.ttl,

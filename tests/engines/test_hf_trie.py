@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from lmpool.backends import Request
-from lmpool.backends.cache_memory import default_cache_bytes
 from lmpool.backends.contract import ask
+from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import PromptFailed, SettingsError
 from lmpool.wants import Generate
 
@@ -126,6 +127,27 @@ def test_layers_that_see_less_than_all(
     statistics = engine.statistics()
     assert statistics is not None
     assert statistics.found > statistics.added
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("windowed mistral", 2), ("gemma2", 5), ("llama4", 3)]
+)
+def test_a_window_of_few_tokens_is_one_like_others(
+    name: str, window: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(tmp_path, name)
+    file = tmp_path / "config.json"
+    text, count = re.subn(
+        r'("(?:sliding_window|attention_chunk_size)": )\d+', rf"\g<1>{window}", file.read_text()
+    )
+    assert count
+    file.write_text(text)
+    engine = HFEngine(folder)
+    texts = Texts(folder, seed=3)
+    for _ in range(5):
+        texts.compare(engine, texts.batch(10))
+    assert "keeps nothing" not in caplog.text
+    assert engine.statistics() is not None
 
 
 @pytest.mark.parametrize("name", ["windowed mistral", "gemma3"])

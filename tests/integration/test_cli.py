@@ -117,9 +117,12 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_file_of_settings_is_blamed_on_the_option_that_names_it(tmp_path: Path) -> None:
-    refused = lmpool("--config", str(tmp_path / "nope.toml"), "config")
-    assert refused.exit_code == 2
+@pytest.mark.parametrize(("command", "status"), [("config", 2), ("gateway", 78), ("page", 78)])
+def test_a_file_of_settings_is_blamed_on_the_option_that_names_it(
+    tmp_path: Path, command: str, status: int
+) -> None:
+    refused = lmpool("--config", str(tmp_path / "nope.toml"), command)
+    assert refused.exit_code == status
     said = re.sub(r"\s+", " ", refused.stderr)
     assert re.match(r"error: --config /\S+nope.toml cannot be read: No such file or dir", said)
 

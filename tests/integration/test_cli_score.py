@@ -96,6 +96,8 @@ def test_in_colours_the_text_stands_as_it_is(served: list[str]) -> None:
 
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty: there is nothing to score"),
+    "a mark alone": (b"\xef\xbb\xbf", "is empty: there is nothing to score"),
+    "a mark, not UTF-8": (b"\xef\xbb\xbfabc\xff", "is no text in UTF-8: byte 0xff at 6"),
     "not UTF-8": (b"abc\xff\xfe", "is no text in UTF-8: byte 0xff at 3"),
     "binary": (b"\x7fELF\x00\x01", "is no text: a zero byte at 4"),
     "one token": (b"a", "a text of 1 tokens: nothing stands before the first"),
@@ -111,6 +113,19 @@ def test_what_is_no_text_is_refused(served: list[str], tmp_path: Path, name: str
         assert shown.exit_code == 2
         assert said in shown.output
         assert len(shown.output.splitlines()) == 1
+
+
+def test_a_byte_order_mark_is_none_of_the_text(served: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\xef\xbb\xbf" + TEXT)
+    plain = json.loads(score("-", "--json", *served, given=TEXT).stdout)
+    for shown in (
+        score(str(path), "--json", *served),
+        score("-", "--json", *served, given=path.read_bytes()),
+    ):
+        assert json.loads(shown.stdout) == plain
+    path.write_bytes(TEXT + b"\xef\xbb\xbf")  # elsewhere it is a character like others
+    assert json.loads(score(str(path), "--json", *served).stdout) != plain
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -526,6 +526,6 @@ def test_what_cannot_be_used_ends_it_at_once(
     ):
         command = [*GATEWAY, "--url", lm.url, *option]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 2
+        assert done.returncode == (2 if "--port" in option else 78)  # which may be free later
         assert said in done.stderr
         assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmpool.errors import ClientClosed
+from lmpool.insistence import Insistence
 from lmpool.worker import launcher as launcher_module
 from lmpool.worker.launcher import Backoff, Launcher
 from lmpool.worker.placement import Placement
@@ -147,9 +148,13 @@ def test_a_second_signal_hastens(server_url: str, pool_name: str, tmp_path: Path
         with pytest.raises(ClientClosed):
             asking.rows()
         started = time.monotonic()
-        found.send(signal.SIGINT)
-        until(lambda: "a second signal" in found.log, what="the first to be understood")
-        found.send(signal.SIGINT)
+
+        def ended() -> bool:
+            found.send(signal.SIGINT)
+            return found.process.poll() is not None
+
+        until(ended, what="a signal to be another one than the first")
+        assert "a second signal" in found.log
         assert found.wait() == 1
         assert time.monotonic() - started < 100
         wait_until_gone(pids)
@@ -341,6 +346,26 @@ def test_a_signal_that_comes_as_it_ends_is_no_death(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_signals_that_come_together_are_one(tmp_path: Path) -> None:
+    """As `timeout` tells a process, and then its group: that is no impatience."""
+    now, killed = [100.0], []
+
+    class Watched(Launcher):
+        def _kill(self, why: str) -> None:
+            killed.append((now[0], why))
+
+    async def told_at(*times: float) -> None:
+        found = Watched([], {}, 5.0, insistence=Insistence(lambda: now[0]))
+        assert await found.run() == 0  # it has no place
+        for now[0] in times:
+            found._stop(signal.SIGTERM)
+
+    asyncio.run(told_at(100.0, 100.0, 100.49))
+    assert killed == []
+    asyncio.run(told_at(100.0, 100.0, 100.5))
+    assert killed == [(100.5, "told to stop a second time")]
 
 
 def test_a_refusal_ends_one_place_and_not_the_others(tmp_path: Path) -> None:

@@ -79,6 +79,15 @@ def test_the_file_that_is_named_counts_and_must_be_there(
         ClientOptions()
 
 
+def test_a_byte_order_mark_is_none_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "marked.toml"
+    file.write_text('pool = "marked"', "utf-8-sig")
+    monkeypatch.setenv("LMPOOL_CONFIG", str(file))
+    assert ClientOptions().pool == "marked"
+
+
 WRONG = [
     ("batch_size = 0", r"lmpool.toml: batch_size=0: input should be greater than or equal to 1"),
     ("batch_size = true", r"lmpool.toml: batch_size=True: True and False are none of its values"),
@@ -111,7 +120,8 @@ def test_what_is_in_force_is_shown_with_its_source_and_without_secrets(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(
-        'url = "redis://:s3cret@host/0"\nengine_opts = { hf_token = "s3cret", device = "cpu" }',
+        'url = "redis://:s3cret@host/0"\n'
+        'engine_opts = { hf_token = "s3cret", device = "cpu", tokens = ["s3cret"] }',
         "own.toml",
     )
     monkeypatch.setenv("LMPOOL_CONFIG", "")  # what --config sets is gone after the test
@@ -122,7 +132,8 @@ def test_what_is_in_force_is_shown_with_its_source_and_without_secrets(
     assert "s3cret" not in text + json.dumps(found)
     by_name = {(each["of"], each["name"]): (each["value"], each["from"]) for each in found}
     assert by_name["client", "url"] == ("redis://:***@host/0", str(path))
-    assert by_name["worker", "engine_opts"] == ({"hf_token": "***", "device": "cpu"}, str(path))
+    masked = {"hf_token": "***", "device": "cpu", "tokens": ["***"]}
+    assert by_name["worker", "engine_opts"] == (masked, str(path))
     assert by_name["gateway", "pool"] == ("a=redis://:***@other/0 b", "LMPOOL_GATEWAY_POOL")
     assert by_name["gateway", "port"] == (8000, "default")
     for options in (ClientOptions, WorkerOptions, GatewaySettings):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner
 
 from lmpool.address import Cluster
+from lmpool.cli import app
 from lmpool.cluster_diagnosis import SLOW_FAILOVER
 from lmpool.config_file import ConfigFile
 from lmpool.settings import (
@@ -25,8 +29,9 @@ from lmpool.settings import (
     refuse_unknown_variables,
     settings_of,
 )
-from lmpool.worker.launcher import EXIT_REFUSED, MARGIN
+from lmpool.worker.launcher import MARGIN
 from tests.support.deploy import CHART, CLUSTER, COMPOSE, DEPLOY, ROOT, UNITS, read_yaml
+from tests.support.workers import clean_environment
 
 DRAINS = WorkerOptions.model_fields["drain_timeout"].default + MARGIN
 """Seconds that a worker which is told to stop may take."""
@@ -323,10 +328,60 @@ def unit(path: Path) -> dict[str, list[str]]:
     return found
 
 
+def started_by(path: Path) -> list[str]:
+    """What the first instance of a unit runs, without the program's name."""
+    (started,) = unit(path)["ExecStart"]
+    return started.replace("%I", "0").split()[1:]
+
+
+def down_after(path: Path) -> int:
+    """The exit status after which a unit stays down."""
+    (status,) = unit(path)["RestartPreventExitStatus"]
+    return int(status)
+
+
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_hides_its_settings_and_stays_down_where_they_are_refused(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("LMPOOL_POLO", "x"), ("LMPOOL_POOL", "a b"), ("LMPOOL_CONFIG", "/no/such/file.toml")],
+)
+def test_a_unit_stays_down_where_its_settings_are_refused(
+    path: Path, name: str, value: str
+) -> None:
+    cleared = {other: None for other in os.environ if other.startswith("LMPOOL_")}
+    refused = CliRunner(env={**cleared, name: value}).invoke(app, started_by(path))
+    assert refused.exit_code == down_after(path), refused.output
+    assert refused.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "comes_back"),
+    [
+        ("gateway", "127.0.0.1", True),  # whose port is taken
+        ("exporter", "127.0.0.1", True),
+        ("exporter", "192.0.2.1", True),  # which is nobody's
+        ("gateway", "no such host", False),
+        ("exporter", "no such host", False),
+    ],
+)
+def test_a_unit_comes_back_where_its_address_may_be_free_later(
+    name: str, host: str, comes_back: bool
+) -> None:
+    path = DEPLOY / "systemd" / f"lmpool-{name}.service"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, "-m", "lmpool", *started_by(path), "--host", host, "--port", port],
+            env=clean_environment(), stderr=subprocess.PIPE, text=True, timeout=150, check=False,
+        )  # fmt: skip
+    assert "cannot listen there" in ended.stderr
+    assert ended.returncode != 0
+    assert (ended.returncode != down_after(path)) == comes_back
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_hides_its_settings(path: Path) -> None:
     settings = unit(path)
-    assert settings["RestartPreventExitStatus"] == [str(EXIT_REFUSED)]
     assert settings["NoNewPrivileges"] == ["yes"]
     credentials = dict(text.split(":", 1) for text in settings["LoadCredential"])
     example = DEPLOY / "systemd" / Path(credentials["lmpool.toml"]).name

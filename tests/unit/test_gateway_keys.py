@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lmpool.cli import app
 from lmpool.errors import SettingsError
 from lmpool.gateway import keys
 from lmpool.gateway.keys import KeyFile, given_key, line, new_key, parse
@@ -30,6 +32,18 @@ def test_a_key_is_found_by_its_hash_and_no_other_is(tmp_path: Path) -> None:
     key = found.find(bob.encode())
     assert key is not None
     assert key.requests == 3
+
+
+def test_a_byte_order_mark_is_none_of_a_key(tmp_path: Path) -> None:
+    alice = new_key()
+    path = tmp_path / "keys"
+    path.write_text(line("alice", alice), "utf-8-sig")
+    found = KeyFile(path).find(alice.encode())
+    assert found is not None
+    assert found.name == "alice"
+    given = f"\ufeff{alice}\n".encode()
+    shown = CliRunner().invoke(app, ["gateway-key", "alice", "--stdin"], input=given)
+    assert shown.stdout.strip() == line("alice", alice)
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:

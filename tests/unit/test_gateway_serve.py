@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -17,7 +18,8 @@ from uvicorn.server import ServerState
 
 from lmpool.errors import SettingsError
 from lmpool.gateway.door import PART, STALL
-from lmpool.gateway.serve import SEND_BYTES, UNREADABLE, listen, protocol
+from lmpool.gateway.serve import SEND_BYTES, UNREADABLE, _Server, listen, protocol
+from lmpool.insistence import Insistence
 from lmpool.monitoring.server import MonitoringServer
 
 SLOWEST = 8192
@@ -208,3 +210,15 @@ def test_who_reads_in_the_end_is_left_alone() -> None:
         made.connection_lost(None)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(("later", "hastened"), [(0.0, False), (0.49, False), (0.5, True)])
+def test_ctrl_c_that_comes_twice_at_once_is_one(later: float, hastened: bool) -> None:
+    """From the terminal, and from who started it: what is under way has its time all the same."""
+    now = [100.0]
+    server = _Server(uvicorn.Config(MagicMock(), log_config=None), Insistence(lambda: now[0]))
+    server.handle_exit(signal.SIGINT, None)
+    assert server.should_exit
+    now[0] += later
+    server.handle_exit(signal.SIGINT, None)
+    assert server.force_exit == hastened

@@ -144,12 +144,12 @@ def test_a_bad_variable_is_refused_by_its_name(
     assert str(refused.value).startswith(f"{variable(name)}=")
     assert remedy in str(refused.value)
     told = gateway()
-    assert (told.exit_code, served) == (2, [])
+    assert (told.exit_code, served) == (78, [])
     assert told.stderr.startswith(f"error: {variable(name)}=")
     if name != "pool":  # which is given more than once, and not with blanks
         monkeypatch.setenv(variable(name), "")
         told = gateway(f"{option(name)}={value}")
-        assert (told.exit_code, served) == (2, [])
+        assert (told.exit_code, served) == (78, [])
         assert told.stderr.startswith(f"error: {name}=")
         assert remedy in told.stderr
 
@@ -190,7 +190,7 @@ def test_a_mistyped_variable_is_refused_with_the_nearest(
         refuse_unknown_variables(["LMPOOL_GATEWAY_MAXN"])
     monkeypatch.setenv("LMPOOL_GATEWAY_TIME_OUT", "1")
     told = gateway()
-    assert (told.exit_code, served) == (2, [])
+    assert (told.exit_code, served) == (78, [])
     assert "did you mean LMPOOL_GATEWAY_TIMEOUT?" in told.stderr
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from lmpool.gateway.errors import ApiError
 from lmpool.gateway.responding import _takes_gzip
 from lmpool.gateway.sampling import Drawing, SamplingRequest
 from lmpool.gateway.sampling import drawing as drawing_of
-from lmpool.gateway.template import model_template
+from lmpool.gateway.template import model_template, read_template
 from lmpool.gateway.text_stops import StopTexts, TextCut
 from lmpool.gateway.words import MAX_CHARACTERS, TOGETHER, Words
 from lmpool.producer import Piece
@@ -211,6 +212,12 @@ def test_no_worker_ends_at_a_stop_text_that_is_hidden_in_part(skip: bool | None)
     drawn = asyncio.run(drawing_of(body, model, 9, None, 1))
     ends = ["\x01", "b"] if skip is None else stops
     assert drawn.hints == tuple(tuple(stop.encode()) for stop in ends)
+
+
+def test_a_byte_order_mark_is_none_of_a_template(tmp_path: Path) -> None:
+    file = tmp_path / "template"
+    file.write_text("{{ messages }}", "utf-8-sig")
+    assert read_template(file) == "{{ messages }}"
 
 
 @pytest.mark.parametrize(

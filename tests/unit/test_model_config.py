@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lmpool.backends import tiny
-from lmpool.backends.cache_memory import default_cache_bytes
 from lmpool.backends.model_config import ModelConfig, longest_prompt, special_tokens
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.model_identity import model_identity
+from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import SettingsError
 
 

@@ -29,9 +29,9 @@ from tests.support.screens import unbroken
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 LLAMA = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-    "vocab_size": 128_256, "tie_word_embeddings": False,
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16", "vocab_size": 128_256, "tie_word_embeddings": False,
 }  # fmt: skip
 F32 = PlannedModel("m", 128_256, "float32")
 GIB = 1 << 30
@@ -74,13 +74,79 @@ def test_older_names_and_texts_of_models_with_pictures(tmp_path: Path) -> None:
     assert nested.state_bytes == 131_072
 
 
+def test_what_is_true_of_every_config_is_not_unusual(tmp_path: Path) -> None:
+    usual = {"full_attention_interval": 1, "num_kv_shared_layers": 0, "vision_config": None}
+    assert read_model(config(tmp_path, **{**LLAMA, **usual})).unknown == ()
+
+
+def test_weights_are_estimated_by_the_model_type(tmp_path: Path) -> None:
+    """Of an MLP with a gate or without, and one table or two."""
+    sizes = {**LLAMA, "tie_word_embeddings": None}
+    table, mlp = 128_256 * 4096, 32 * 4096 * 14_336
+    found = {
+        of: read_model(config(tmp_path, **{**sizes, "model_type": of})).weights_bytes or 0
+        for of in ("llama", "gemma", "phi", "starcoder2")
+    }
+    assert found["llama"] - found["gemma"] == 2 * table
+    assert found["llama"] - found["phi"] == 2 * mlp
+    assert found["phi"] - found["starcoder2"] == 2 * table
+    said = read_model(config(tmp_path, **{**LLAMA, "model_type": "gemma"}))  # and it says not tied
+    assert said.weights_bytes == found["llama"]
+
+
 def test_weights_that_are_there_are_counted(tmp_path: Path) -> None:
     file = config(tmp_path, **LLAMA)
     (tmp_path / "a.safetensors").write_bytes(bytes(1000))
     assert read_model(file).weights_bytes == 1000
-    index = {"metadata": {"total_size": 5_000_000}}
+    for total in (5_000_000, 5_000_000.0):  # as some tools write it
+        index = {"metadata": {"total_size": total}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert read_model(file).weights_bytes == 5_000_000
+
+
+def files(folder: Path, **sizes: int) -> None:
+    for name, size in sizes.items():
+        (folder / f"{name.replace('_of_', '-of-')}.safetensors").write_bytes(bytes(size))
+
+
+def test_weights_are_counted_once(tmp_path: Path) -> None:
+    """A folder may have them in two forms, and adapters beside them."""
+    file = config(tmp_path, **LLAMA)
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    files(tmp_path, **{"model-1_of_2": 300, "model-2_of_2": 400})
+    assert read_model(file).weights_bytes == 700
+    files(tmp_path, consolidated=699, adapter_model=10)
+    assert read_model(file).weights_bytes == 700
+    for path in tmp_path.glob("model-*"):
+        path.unlink()
+    # Either may be it.
+    assert read_model(file).weights_from == "estimated from config.json"
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert read_model(file).weights_bytes == 699
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, [], {}, {"total_size": "many"}, {"total_size": True}, {"total_size": -1.0}],
+)
+def test_an_index_without_a_size_names_the_files(metadata: Any, tmp_path: Path) -> None:
+    file = config(tmp_path, **LLAMA)
+    files(tmp_path, **{"part-1_of_2": 300, "part-2_of_2": 400}, other=5)
+    of_parts = {"a": "part-1-of-2.safetensors", "b": "part-1-of-2.safetensors"}
+    index = {"metadata": metadata, "weight_map": {**of_parts, "c": "part-2-of-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert read_model(file).weights_bytes == 5_000_000
+    assert read_model(file).weights_bytes == 700
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": "gone"}}', "Infinity", "[" * 9999],
+)
+def test_an_index_that_tells_nothing_is_none(content: str, tmp_path: Path) -> None:
+    file = config(tmp_path, **LLAMA)
+    files(tmp_path, model=300)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert read_model(file).weights_bytes == 300
 
 
 def test_a_hub_model_is_read_from_the_cache_alone(
@@ -103,10 +169,18 @@ def test_a_hub_model_is_read_from_the_cache_alone(
     [
         ({"kv_lora_rank": 512}, "latent attention", None),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention", None),
+        ({"block_types": ["recurrent", "attention"]}, "block_types", None),
+        ({"lru_width": 4096}, "lru_width", None),
+        ({"hybrid_override_pattern": "M-M*-"}, "hybrid_override_pattern", None),
+        ({"full_attention_interval": 4}, "full_attention_interval", None),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers", None),
         ({"num_hidden_layers": None}, "does not name layers", None),
         ({"torch_dtype": None}, "float32 is taken", 262_144),
         ({"num_experts": 64}, "mixture of experts", 131_072),
         ({"quantization_config": {"bits": 4}}, "quantized", 131_072),
+        ({"model_type": "a_new_one"}, "model_type='a_new_one', whose layers", 131_072),
+        ({"model_type": None}, "model_type=None, whose layers", 131_072),
+        ({"vision_config": {"depth": 1}}, "several parts (vision_config)", 131_072),
     ],
 )
 def test_what_is_unknown_is_said(
@@ -277,12 +351,42 @@ def test_more_than_one_primary_is_warned_of() -> None:
 
 def test_states_fit_beside_the_weights(tmp_path: Path) -> None:
     llama = read_model(config(tmp_path, **LLAMA))
-    found = of("row", model=llama, gpu_memory=80 * GIB)
-    by_hand = (0.9 * 80 * GIB - (llama.weights_bytes or 0)) // 131_072
-    assert found["gpu_states"].value == by_hand
-    full = of("row", model=llama, gpu_memory=12 * GIB)
-    assert full["gpu_states"].value == 0
-    assert any("GPU with more memory" in text for text in full.warnings)
+    weights = llama.weights_bytes or 0
+    by_hand = {
+        "vllm": (0.9 * 80 * GIB - weights) // 131_072,
+        "hf": 32 * GIB / 131_072,
+        "mlx": 4 * GIB / 131_072,
+    }
+    of_all, of_free = ("vllm", "sglang"), ("hf", "auto", "mlx")
+    for engine in (*of_all, *of_free):
+        found = of("row", model=llama, gpu_memory=80 * GIB, engine=engine, gpus=2)
+        kept = by_hand[{"sglang": "vllm", "auto": "hf"}.get(engine, engine)]
+        assert found["gpu_states"].value == kept
+        assert found["pool_states"].value == 2 * kept
+        assert {"auto": "hf"}.get(engine, engine) in found["gpu_states"].what
+        assert evaluated(found["gpu_states"].numbers) == pytest.approx(kept, abs=1)
+        full = of("row", model=llama, gpu_memory=12 * GIB, engine=engine)
+        assert full["gpu_states"].value == 0
+        assert any("GPU with more memory" in text for text in full.warnings)
+
+
+def test_of_an_engine_that_keeps_states_in_its_own_way_it_is_not_known(tmp_path: Path) -> None:
+    llama = read_model(config(tmp_path, **LLAMA))
+    found = of("row", model=llama, gpu_memory=80 * GIB, engine="mine")
+    assert "gpu_states" not in found
+    (said,) = found.unknown
+    assert "the engine 'mine' says itself" in said
+    assert of("row", model=llama, engine="mine").unknown == ()
+
+
+def test_the_engine_is_that_of_the_workers_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--prompt-rate", "1", "--gpu-memory", "8GiB", "--json")
+    assert json.loads(command(*asked))["engine"] == "auto"
+    monkeypatch.setenv("LMPOOL_ENGINE", "vllm")
+    assert json.loads(command(*asked))["engine"] == "vllm"
+    assert json.loads(command(*asked, "--engine", "hf"))["engine"] == "hf"
 
 
 def test_a_cache_that_holds_all_answers_all_that_is_asked_again() -> None:

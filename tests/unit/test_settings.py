@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 from urllib.parse import quote
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 import lmpool
 from lmpool.address import connection_pool
+from lmpool.cli.worker import read_options
 from lmpool.errors import SettingsError
 from lmpool.settings import (
     ClientOptions,
     WorkerOptions,
     check_url,
+    mask_secrets,
     mask_url,
     place_of,
     refuse_unknown_variables,
@@ -335,6 +338,59 @@ def test_no_repr_tells_the_password() -> None:
         assert lm.url == url  # what another process needs to connect
     finally:
         lm.close()
+
+
+SECRETS = {
+    "model_kwargs": {
+        "token": "s3cret-1",
+        "tokens": ["s3cret-2", ["s3cret-3"]],
+        "auth": {"password": {"a": "s3cret-4", "b": [{"c": "s3cret-5"}]}},
+        "API_KEY": ("s3cret-6",),
+        "at": "https://u:s3cret-7@h/x",
+        "max_tokens": 5,
+        "use_token": True,
+        "key": None,
+        "device": "cpu",
+    }
+}
+
+
+def test_below_a_secret_name_no_text_is_shown() -> None:
+    assert mask_secrets(SECRETS) == {
+        "model_kwargs": {
+            "token": "***",
+            "tokens": ["***", ["***"]],
+            "auth": {"password": {"a": "***", "b": [{"c": "***"}]}},
+            "API_KEY": ["***"],
+            "at": "https://u:***@h/x",
+            "max_tokens": 5,
+            "use_token": True,
+            "key": None,
+            "device": "cpu",
+        }
+    }
+
+
+def test_no_secret_of_an_engine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a repr nor in an error, whatever is wrong."""
+    options = WorkerOptions(engine_opts=SECRETS)
+    assert options.engine_opts == SECRETS
+    said = [repr(options), str(options)]
+    for wrong in ([SECRETS], json.dumps([SECRETS])):
+        with pytest.raises(SettingsError) as refused:
+            WorkerOptions(engine_opts=wrong)  # type: ignore[arg-type]
+        said.append(str(refused.value))
+    for text in (json.dumps(SECRETS)[:-1], json.dumps([SECRETS])):
+        monkeypatch.setenv("LMPOOL_ENGINE_OPTS", text)
+        with pytest.raises(SettingsError) as refused:
+            WorkerOptions()
+        said.append(str(refused.value))
+    with pytest.raises(SettingsError) as refused:
+        read_options({"engine_opts": json.dumps(SECRETS)[:-1]})
+    said.append(str(refused.value))
+    for text in said:
+        assert "s3cret" not in text
+        assert "***" in text
 
 
 def test_no_part_of_a_password_with_a_slash_is_shown() -> None:

@@ -1,7 +1,11 @@
-"""How much memory an engine may keep keys and values in."""
+"""How much memory an engine of lmpool's own may keep keys and values in.
+
+An engine's part of the machine, and what `lmpool plan` reckons with.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -9,11 +13,23 @@ MOST_POSITIONS: Final = 1 << 20
 """More positions than a worker's prompts have in common: a bound for very small models."""
 
 _GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One part in `parts` of what is free, and no more than `most` bytes."""
+
+    parts: int
+    most: int
+
+    def of(self, free: int) -> int:
+        """Bytes, where so many are free."""
+        return max(0, min(free // self.parts, self.most))
+
+
 # On a CPU other processes, and other workers, want memory too; a GPU is the worker's own.
-_SHARE_CPU: Final = 1 / 8
-_MOST_BYTES_CPU: Final = 4 * _GIB
-_SHARE_GPU: Final = 1 / 2
-_MOST_BYTES_GPU: Final = 32 * _GIB
+OF_MACHINE: Final = Share(8, 4 * _GIB)
+OF_GPU: Final = Share(2, 32 * _GIB)
 
 
 def default_cache_bytes(free_on_gpu: int | None = None) -> int:
@@ -21,9 +37,7 @@ def default_cache_bytes(free_on_gpu: int | None = None) -> int:
 
     Of a GPU that has `free_on_gpu` bytes, or of this machine's memory.
     """
-    if free_on_gpu is not None:
-        return min(int(free_on_gpu * _SHARE_GPU), _MOST_BYTES_GPU)
-    return min(int(_available_memory() * _SHARE_CPU), _MOST_BYTES_CPU)
+    return OF_MACHINE.of(_available_memory()) if free_on_gpu is None else OF_GPU.of(free_on_gpu)
 
 
 def _available_memory() -> int:
