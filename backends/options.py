@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lmpool.errors import SettingsError
+from lmpool.settings import mask_secrets
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 
@@ -51,7 +52,8 @@ def check_types(whose: str, given: Mapping[str, object], taker: Callable[..., ob
             TypeAdapter(kind, config=_STRICT).validate_python(value)
         except ValidationError:
             expected = inspect.formatannotation(kind).replace("collections.abc.", "")
-            raise SettingsError(f"{whose} has {name}={value!r:.200}: {expected} expected") from None
+            shown = f"{mask_secrets({name: value})[name]!r:.200}"
+            raise SettingsError(f"{whose} has {name}={shown}: {expected} expected") from None
 
 
 def _kind(taker: Callable[..., object], annotation: Any) -> Any:

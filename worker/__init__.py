@@ -19,6 +19,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Read when it is asked for: importing the package must not need settings or an engine.
     from lmpool.errors import LmpoolError
+    from lmpool.exit_status import EXIT_REFUSED
     from lmpool.garbage import uncollected
 
     try:
@@ -26,5 +27,5 @@ def __getattr__(name: str) -> Any:
             from lmpool.worker.arq_settings import WorkerSettings
     except LmpoolError as error:
         print(f"lmpool worker: {error}", file=sys.stderr)
-        raise SystemExit(78) from None
+        raise SystemExit(EXIT_REFUSED) from None
     return WorkerSettings

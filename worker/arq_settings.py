@@ -21,6 +21,7 @@ import msgpack
 from lmpool.checks import said
 from lmpool.control_connections import control_pool
 from lmpool.errors import LmpoolError, PoolMismatch, ServerRefused, ServerTooOld, SettingsError
+from lmpool.exit_status import EXIT_REFUSED
 from lmpool.garbage import keep_what_is_there
 from lmpool.logs import logging_config
 from lmpool.profiling import profile
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXIT_REFUSED: Final = 78
-"""Exit status when starting again cannot help: settings, another model in the pool."""
 EXIT_BROKEN: Final = 70
 """Exit status after a failure that a fresh start may mend."""
 REFUSALS: Final = (PoolMismatch, ServerRefused, ServerTooOld, SettingsError)

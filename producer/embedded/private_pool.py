@@ -19,6 +19,7 @@ from typing import Any, Final, TextIO
 import redis.exceptions
 
 from lmpool.errors import LmpoolError, PoolError, PoolTimeout, SettingsError
+from lmpool.exit_status import EXIT_REFUSED
 from lmpool.interrupts import frees
 from lmpool.keys import PoolKeys
 from lmpool.logs import entries
@@ -29,8 +30,6 @@ from lmpool.producer.statistics import pool_statistics
 from lmpool.servers import Servers
 from lmpool.variables import as_variables
 
-REFUSED: Final = 78
-"""A worker's exit status when starting it again cannot help (sysexits.h: EX_CONFIG)."""
 LAST_LINES: Final = 12
 LEAST_ROOM: Final = 64 << 10
 """Bytes without which logs and sockets cannot be written."""
@@ -174,7 +173,7 @@ class PrivatePool:
 
     def _worker_ended(self, status: int) -> LmpoolError:
         said = self._last_lines(self.log)
-        if status == REFUSED:
+        if status == EXIT_REFUSED:
             return SettingsError(_last_complaint(said) or f"the worker refused to start:\n{said}")
         return PoolError(f"a worker {_how(status)} before it was ready. Its last lines:\n{said}")
 

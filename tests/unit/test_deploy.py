@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging.config
 import os
 import re
 import socket
@@ -346,8 +347,9 @@ def down_after(path: Path) -> int:
     [("LMPOOL_POLO", "x"), ("LMPOOL_POOL", "a b"), ("LMPOOL_CONFIG", "/no/such/file.toml")],
 )
 def test_a_unit_stays_down_where_its_settings_are_refused(
-    path: Path, name: str, value: str
+    path: Path, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.config, "dictConfig", lambda _: None)  # that of the tests stays
     cleared = {other: None for other in os.environ if other.startswith("LMPOOL_")}
     refused = CliRunner(env={**cleared, name: value}).invoke(app, started_by(path))
     assert refused.exit_code == down_after(path), refused.output

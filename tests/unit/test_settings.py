@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import lmpool
 from lmpool.address import connection_pool
+from lmpool.backends.options import check_types
 from lmpool.cli.worker import read_options
 from lmpool.errors import SettingsError
 from lmpool.settings import (
@@ -443,3 +444,15 @@ def test_options_of_a_url_that_can(url: str) -> None:
 )
 def test_the_place_of_a_url_has_no_secrets(url: str, shown: str) -> None:
     assert place_of(url) == shown
+
+
+def test_a_secret_of_the_wrong_type_is_not_shown() -> None:
+    def taker(hf_token: str | None = None, block_size: int = 1) -> None:
+        del hf_token, block_size
+
+    with pytest.raises(SettingsError) as refused:
+        check_types("engine_opts", {"hf_token": [SECRET]}, taker)
+    assert SECRET not in str(refused.value)
+    assert "hf_token=['***']" in str(refused.value)
+    with pytest.raises(SettingsError, match="block_size='many': int expected"):
+        check_types("engine_opts", {"block_size": "many"}, taker)
