@@ -42,6 +42,7 @@ from lmpool.gateway.sse import EVENTS, event_stream
 from lmpool.gateway.state import Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores
+from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -60,8 +61,8 @@ class SamplingParams(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprob_token_ids: (
         Annotated[
-            list[Annotated[list[PaddedId], Field(fail_fast=True)]],
-            Field(min_length=1, fail_fast=True),
+            list[Annotated[list[PaddedId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]],
+            Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True),
         ]
         | None
     ) = None
@@ -185,6 +186,14 @@ class _Call:
                 400,
                 f"{name} has {len(given)} rows, but the prompt has {expected} scored rows "
                 "(prompt_len - 1 - prompt_logprob_start)",
+                param=name,
+            )
+        if len(given) * width > MAX_TOKEN_IDS:  # one wide row fills up all others
+            raise ApiError(
+                400,
+                f"{name} has {len(given)} rows, of up to {width} ids: {len(given) * width} together"
+                f", and at most {MAX_TOKEN_IDS} are scored at once; ask in parts, by "
+                "prompt_logprob_start",
                 param=name,
             )
         rows = np.full((len(given), width), PAD, np.int64)
