@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
-from lmpool.gateway.calls import Answered, Call, Prompt
+from lmpool.gateway.calls import NUMBER_BYTES, Answered, Call, Prompt
 from lmpool.gateway.drawing import Part, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
@@ -169,7 +169,7 @@ class _Chat(Call):
         call.drawing = await drawing(body, model, drawn, tops, len(ids))
         if body.prompt_logprobs is not None:
             call.scored(body.prompt_logprobs)
-        call.check_size()
+        await call.check_size()
         return call
 
     # --- telling -------------------------------------------------------------------------------
@@ -212,6 +212,7 @@ class _Chat(Call):
             (j, parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline))
             for j in range(self.n)
         ]
+        size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
         async with aclosing(merged(sources)) as found:
             async for index, part in found:
@@ -219,7 +220,7 @@ class _Chat(Call):
                     delta = {"role": "assistant", "content": ""}
                     chunk = self._chunk(index, delta)
                     if not begun:
-                        chunk |= await self.beside(self.of_prompt, prompt, scores)
+                        chunk |= await self.beside(size, self.of_prompt, prompt, scores)
                     begun.add(index)
                     yield chunk
                 drawn += len(part.token_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Final
 
@@ -12,7 +12,14 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
+from lmpool.gateway.calls import (
+    NUMBER_BYTES,
+    TOKEN_BYTES,
+    Answered,
+    Call,
+    Prompt,
+    with_tops,
+)
 from lmpool.gateway.drawing import Part, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
@@ -24,6 +31,7 @@ from lmpool.gateway.sampling import Prompts, SamplingRequest, drawing, prompts_o
 from lmpool.gateway.schemas import Answer, JsonRoute, Usage
 from lmpool.gateway.sse import EVENTS
 from lmpool.gateway.state import Gateway, gateway_of
+from lmpool.gateway.words import Words
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import TextScores
 
@@ -88,8 +96,8 @@ class _Completions(Call):
             model.check_ids(each, "prompt")
         call.check_prompts([Prompt(each) for each in ids], drawn)
         if body.echo:
-            texts = [g if isinstance(g, str) else model.words.decode(g) for g in given]
-            call.prompts = list(map(Prompt, ids, texts))
+            size = TOKEN_BYTES * sum(map(len, ids))
+            call.prompts = await call.beside(size, _with_texts, model.words, given, ids)
         shortest = min(len(prompt.ids) for prompt in call.prompts)
         call.drawing = await drawing(body, model, drawn, body.logprobs, shortest)
         if call.echoes_scores and body.prompt_logprobs_temperature not in (None, 1.0):
@@ -102,7 +110,7 @@ class _Completions(Call):
             call.scored(body.logprobs or 0)
         if body.prompt_logprobs is not None:
             call.scored(body.prompt_logprobs)
-        call.check_size()
+        await call.check_size()
         return call
 
     @property
@@ -125,7 +133,7 @@ class _Completions(Call):
         body = self.body
         found: dict[str, Any] = {
             "index": index,
-            "text": prompt.text + part.text if first and body.echo else part.text,
+            "text": prompt.with_text(part.text) if first and body.echo else part.text,
             "logprobs": None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
@@ -184,6 +192,7 @@ class _Completions(Call):
             for j in range(self.n)
         ]
         offsets = [0] * len(sources)
+        size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
         async with aclosing(merged(sources)) as found:
             async for index, part in found:
@@ -191,7 +200,9 @@ class _Completions(Call):
                 first = index not in begun
                 begun.add(index)
                 offset = offsets[index]
-                choice = await self.beside(self.choice, index, prompt, its, part, offset, first)
+                choice = await self.beside(
+                    size, self.choice, index, prompt, its, part, offset, first
+                )
                 chunk = self.answer(KIND, choices=[choice])
                 if self.tells_usage:
                     chunk["usage"] = None
@@ -202,6 +213,14 @@ class _Completions(Call):
                 drawn += len(part.token_ids)
         if self.tells_usage:
             yield self.answer(KIND, choices=[], usage=self.usage(drawn))
+
+
+def _with_texts(
+    words: Words, given: Sequence[str | list[int]], ids: Sequence[list[int]]
+) -> list[Prompt]:
+    """Prompts and their texts, of which those that were given as ids have theirs."""
+    texts = (each if isinstance(each, str) else words.decode(each) for each in given)
+    return list(map(Prompt, ids, texts))
 
 
 @router.post(

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
-from lmpool.gateway.calls import OBJECT_BYTES, check_numbers
+from lmpool.gateway.calls import OBJECT_BYTES, TOKEN_BYTES, check_bytes
 from lmpool.gateway.drawing import Part, parts, together
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
@@ -154,7 +154,7 @@ class _Call:
             )
         top = None if params.logprobs is None else 0 if asked else params.logprobs
         self.drawing = await drawing(params, self._model, most, top, len(self.ids))
-        check_numbers(self._numbers(), self._gateway, OBJECT_BYTES)
+        check_bytes(self._numbers() * OBJECT_BYTES + self._told_ids() * TOKEN_BYTES, self._gateway)
 
     def _numbers(self) -> int:
         """How many log-probabilities the answer has at most."""
@@ -166,6 +166,11 @@ class _Call:
         if params.logprobs is not None:
             count += self.n * self.drawing.max_tokens * (1 + params.logprobs)
         return count
+
+    def _told_ids(self) -> int:
+        """How many token ids it has at most besides."""
+        prompt = len(self.ids) if self.body.return_token_ids else 0
+        return prompt + self.n * self.drawing.max_tokens
 
     def _id_rows(self) -> npt.NDArray[np.int64] | None:
         """``prompt_logprob_token_ids`` as an array [rows, ids]. Raises `ApiError`."""
