@@ -33,19 +33,19 @@ from lmpool.gateway.binary_forms import (
 from lmpool.gateway.errors import ASKING, ApiError, too_long
 from lmpool.gateway.pools import Model
 from lmpool.gateway.responding import respond
-from lmpool.gateway.sampling import Id, Prompts, prompts_of
+from lmpool.gateway.sampling import MAX_PROMPTS, Id, Prompts, prompts_of
 from lmpool.gateway.schemas import Answer, JsonRoute, Request
 from lmpool.gateway.sse import Streamed
 from lmpool.gateway.state import BUSY_PAUSE, Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Draw, Hidden, Row, Score, Tokens, Top, Want
+from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
 router = APIRouter(route_class=JsonRoute)
 
 HELD_BYTES: Final = 64 << 20
 """Of answers that a stream holds for a slow reader."""
 IN_FLIGHT: Final = 512
-MAX_WANTS: Final = 65_536
 SMALL: Final = 1 << 18
 """Bytes that are written without leaving the event loop to others."""
 JSON_TIMES: Final = 3
@@ -54,7 +54,7 @@ _IN_PLACE: Final = frozenset({400, 500})
 """Statuses of errors that are of one prompt. Any other is of the pool, and of the whole request."""
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[Id], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 
 class RowWant(Request):
@@ -95,7 +95,11 @@ class ScoreWant(Request):
     kind: Literal["score"]
     start: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    token_ids: Ids | Annotated[list[Ids], Field(min_length=1, fail_fast=True)] | None = None
+    token_ids: (
+        Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)]
+        | None
+    ) = None
     temperature: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
     def want(self) -> Want:
@@ -114,7 +118,7 @@ class DrawWant(Request):
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     replacement: bool | None = None
     allowed: Ids | None = None
-    excluded: Annotated[list[Id], Field(fail_fast=True)] | None = None
+    excluded: Annotated[list[Id], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
 
     def want(self) -> Want:
         """As pools have it."""
@@ -149,7 +153,7 @@ class LogprobsRequest(Request):
     model: str | None = Field(None, max_length=512)
     prompt: Prompts
     want: (
-        WantBody | Annotated[list[WantBody], Field(max_length=MAX_WANTS, fail_fast=True)] | None
+        WantBody | Annotated[list[WantBody], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None
     ) = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
