@@ -13,10 +13,9 @@ from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
 from lmpool.gateway.calls import NUMBER_BYTES, Answered, Call, Prompt
-from lmpool.gateway.drawing import Part, parts
+from lmpool.gateway.drawing import Part, drawn_together, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
-from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import chat_content
 from lmpool.gateway.sampling import SamplingRequest, drawing
@@ -209,12 +208,12 @@ class _Chat(Call):
         (prompt,), drawn = self.prompts, 0
         (scores,) = await self.scores()
         sources = [
-            (j, parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline))
+            parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline)
             for j in range(self.n)
         ]
         size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
-        async with aclosing(merged(sources)) as found:
+        async with aclosing(drawn_together(self.gateway, sources)) as found:
             async for index, part in found:
                 if index not in begun:
                     delta = {"role": "assistant", "content": ""}

@@ -20,11 +20,10 @@ from lmpool.gateway.calls import (
     Prompt,
     with_tops,
 )
-from lmpool.gateway.drawing import Part, parts
+from lmpool.gateway.drawing import Part, drawn_together, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
 from lmpool.gateway.logprobs import joined
-from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import completion_logprobs
 from lmpool.gateway.sampling import Prompts, SamplingRequest, drawing, prompts_of
@@ -184,17 +183,14 @@ class _Completions(Call):
         body, drawn = self.body, 0
         scores = await self.scores()
         sources = [
-            (
-                i * self.n + j,
-                parts(self.gateway, self.model, p.ids, self.nth(p, j), self.deadline),
-            )
-            for i, p in enumerate(self.prompts)
+            parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline)
+            for prompt in self.prompts
             for j in range(self.n)
         ]
         offsets = [0] * len(sources)
         size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
-        async with aclosing(merged(sources)) as found:
+        async with aclosing(drawn_together(self.gateway, sources)) as found:
             async for index, part in found:
                 prompt, its = self.prompts[index // self.n], scores[index // self.n]
                 first = index not in begun

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
+from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.sampling import MAX_HINT_TOKENS, Drawing
 from lmpool.gateway.state import Gateway
 from lmpool.gateway.text_stops import TextCut
+from lmpool.gateway.unread import Shelf
 from lmpool.gateway.words import Words
 from lmpool.producer import Piece
 from lmpool.producer.deadline import Deadline
@@ -20,6 +22,9 @@ from lmpool.wants import FinishReason, Generation, TopLogprobs
 from lmpool.wants.answers import Logprobs
 
 Finish = Literal["stop", "length"]
+
+PART_BYTES: Final = 1 << 10
+"""What Python's objects of a part take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +41,14 @@ class Part:
     top_logprobs: TopLogprobs | None = None
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it waits for its reader, about."""
+        top = self.top_logprobs
+        held = 0 if self.logprobs is None else self.logprobs.nbytes
+        held += 0 if top is None else top.token_ids.nbytes + top.logprobs.nbytes
+        return PART_BYTES + 2 * len(self.text) + 16 * len(self.token_ids) + held
 
 
 class Teller:
@@ -181,3 +194,18 @@ async def parts(
             yield part
             if part.finish_reason is not None:
                 return
+
+
+async def drawn_together(
+    gateway: Gateway, sources: Sequence[AsyncGenerator[Part]]
+) -> AsyncGenerator[tuple[int, Part]]:
+    """The parts of several continuations with their numbers, as they come.
+
+    No more of them wait for room than may have it: what waits for another of the same request
+    waits as long as that takes.
+    """
+    shelf = Shelf[tuple[int, Part]](gateway.unread, lambda found: found[1].size)
+    found = merged(list(enumerate(sources)), shelf, gateway.options.max_in_flight)
+    async with aclosing(found) as merging:
+        async for each in merging:
+            yield each

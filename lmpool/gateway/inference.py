@@ -20,11 +20,11 @@ from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
 from lmpool.gateway.calls import OBJECT_BYTES, TOKEN_BYTES, check_bytes
-from lmpool.gateway.drawing import Part, parts, together
+from lmpool.gateway.drawing import Part, drawn_together, parts, together
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
 from lmpool.gateway.logprobs import finite
-from lmpool.gateway.merging import gathered, merged
+from lmpool.gateway.merging import gathered
 from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
 from lmpool.gateway.responding import respond
@@ -244,6 +244,10 @@ class _Call:
         drawn = self.drawing.nth(number, len(self.ids))
         return parts(self._gateway, self._model, self.ids, drawn, self._deadline)
 
+    def all_together(self) -> AsyncGenerator[tuple[int, Part]]:
+        """Every one with its number, as they are drawn."""
+        return drawn_together(self._gateway, [self.each(number) for number in range(self.n)])
+
     async def at_ids(self, before: Sequence[int], part: Part) -> npt.NDArray[np.float32] | None:
         """The log-probabilities of ``logprob_token_ids`` at each token of a part, [T, ids]."""
         asked = self._params.logprob_token_ids
@@ -386,8 +390,7 @@ async def _chunks(call: _Call) -> AsyncGenerator[dict[str, Any]]:
     always = told and options is not None and bool(options.continuous_usage_stats)
     drawn: list[list[int]] = [[] for _ in range(call.n)]
     first = True
-    sources = [(number, call.each(number)) for number in range(call.n)]
-    async with aclosing(merged(sources)) as found:
+    async with aclosing(call.all_together()) as found:
         async for index, part in found:
             at_ids = await call.at_ids(drawn[index], part)
             drawn[index] += part.token_ids
