@@ -30,6 +30,7 @@ from lmpool.gateway.sampling import Prompts, SamplingRequest, drawing, prompts_o
 from lmpool.gateway.schemas import Answer, JsonRoute, Usage
 from lmpool.gateway.sse import EVENTS
 from lmpool.gateway.state import Gateway, gateway_of
+from lmpool.gateway.text_offsets import prompt_offsets
 from lmpool.gateway.words import Words
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import TextScores
@@ -125,7 +126,6 @@ class _Completions(Call):
         prompt: Prompt,
         scores: TextScores | None,
         part: Part,
-        offset: int = 0,
         first: bool = True,
     ) -> dict[str, Any]:
         """A choice, or of a stream a part of one, whose `first` tells of the prompt."""
@@ -139,7 +139,7 @@ class _Completions(Call):
         }
         if body.logprobs is not None:
             echoed = first and self.echoes_scores
-            found["logprobs"] = self.logprobs(prompt, scores, part, offset, echoed)
+            found["logprobs"] = self.logprobs(prompt, scores, part, echoed)
         if body.return_token_ids:
             found["token_ids"] = part.token_ids
         return found | self.of_prompt(prompt, scores) if first else found
@@ -149,25 +149,20 @@ class _Completions(Call):
         prompt: Prompt,
         scores: TextScores | None,
         part: Part,
-        offset: int = 0,
         echoed: bool = False,
     ) -> Raw:
         """Those of a part, and where it is `echoed` those of its prompt before it."""
-        first = None
+        first, offsets = None, list(part.text_offsets)
+        if self.body.echo:
+            offsets = [len(prompt.text) + offset for offset in offsets]
         if echoed:
+            offsets = prompt_offsets(self.model.words, prompt.ids, prompt.text) + offsets
             blank = TextScores(np.zeros(0, np.float32), np.zeros(0, np.int32))
             cut = with_tops(scores, self.body.logprobs or 0)
             first = (np.asarray(prompt.ids, np.int32), cut or blank)
         ids, logprobs, top = joined(first, part.token_ids, part.logprobs, part.top_logprobs)
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        return Raw(completion_logprobs(self.model.words, ids, logprobs, top, as_ids, offset))
-
-    def label_length(self, part: Part, prompt: Prompt | None) -> int:
-        """The characters of the labels of a part's tokens, and of the prompt before it."""
-        words = self.model.words
-        as_ids = self.body.return_tokens_as_token_ids or not words.has_text
-        ids = part.token_ids if prompt is None else [*prompt.ids, *part.token_ids]
-        return sum(len(f"token_id:{i}" if as_ids else words.text(i)) for i in ids)
+        return Raw(completion_logprobs(self.model.words, ids, logprobs, top, as_ids, offsets))
 
     def whole(self, answered: list[Answered]) -> bytes:
         """The answer as JSON."""
@@ -180,14 +175,13 @@ class _Completions(Call):
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream."""
-        body, drawn = self.body, 0
+        drawn = 0
         scores = await self.scores()
         sources = [
             parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline)
             for prompt in self.prompts
             for j in range(self.n)
         ]
-        offsets = [0] * len(sources)
         size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
         async with aclosing(drawn_together(self.gateway, sources)) as found:
@@ -195,17 +189,11 @@ class _Completions(Call):
                 prompt, its = self.prompts[index // self.n], scores[index // self.n]
                 first = index not in begun
                 begun.add(index)
-                offset = offsets[index]
-                choice = await self.beside(
-                    size, self.choice, index, prompt, its, part, offset, first
-                )
+                choice = await self.beside(size, self.choice, index, prompt, its, part, first)
                 chunk = self.answer(KIND, choices=[choice])
                 if self.tells_usage:
                     chunk["usage"] = None
                 yield chunk
-                if body.logprobs is not None:
-                    echoed = prompt if first and self.echoes_scores else None
-                    offsets[index] += self.label_length(part, echoed)
                 drawn += len(part.token_ids)
         if self.tells_usage:
             yield self.answer(KIND, choices=[], usage=self.usage(drawn))

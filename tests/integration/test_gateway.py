@@ -134,6 +134,23 @@ def test_what_is_drawn_is_what_the_pool_draws(
     assert choice["finish_reason"] in ("stop", "length")
 
 
+def test_offsets_point_into_the_text_that_is_told(http: httpx.Client) -> None:
+    body = {
+        "prompt": "5 € is 日本 x",
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 3,
+        "temperature": 0,
+    }
+    (choice,) = asked(http, **body)["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert (tokens[0], offsets[:2]) == ("<s>", [0, 0])  # which the text is without
+    for token, offset in zip(tokens[1:], offsets[1:], strict=True):
+        there = choice["text"][offset:]
+        assert there.startswith(token) or "\ufffd" in token or token == "</s>"
+    assert "\ufffd" in tokens
+
+
 def test_choices_come_prompt_by_prompt_and_each_has_its_seed(
     http: httpx.Client, lm: EmbeddedLM[NumpyRows]
 ) -> None:
