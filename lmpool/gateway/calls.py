@@ -109,6 +109,13 @@ class Call(ABC):
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
+    def usage_of_chunk(self, read: int, drawn: int) -> dict[str, Any]:
+        """What a chunk says of usage: that of its choice so far, where it is asked for in each."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return {}
+        return {"usage": tokens_used(read, drawn) if options.in_each else None}
+
     def check_tops(self, name: str, found: int | None) -> None:
         """Refuse more of the likeliest than there may be. Raises `ApiError`."""
         check_bound(name, found, self.gateway.options.max_logprobs)
@@ -285,11 +292,7 @@ class Call(ABC):
     def usage(self, drawn: int) -> dict[str, int]:
         """Tokens: a prompt counts once, whatever `n`."""
         read = sum(len(prompt.ids) for prompt in self.prompts)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
-        }
+        return tokens_used(read, drawn)
 
     def answer(self, kind: str, **fields: Any) -> dict[str, Any]:
         """What every answer and every chunk begins with."""
@@ -300,6 +303,11 @@ class Call(ABC):
             "model": self.model.name,
             **fields,
         }
+
+
+def tokens_used(read: int, drawn: int) -> dict[str, int]:
+    """Tokens that were read and drawn, as answers have them."""
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def check_bytes(size: int, gateway: Gateway) -> None:

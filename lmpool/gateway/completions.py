@@ -175,7 +175,7 @@ class _Completions(Call):
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream."""
-        drawn = 0
+        drawn = [0] * (len(self.prompts) * self.n)
         scores = await self.scores()
         sources = [
             parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline)
@@ -190,13 +190,11 @@ class _Completions(Call):
                 first = index not in begun
                 begun.add(index)
                 choice = await self.beside(size, self.choice, index, prompt, its, part, first)
-                chunk = self.answer(KIND, choices=[choice])
-                if self.tells_usage:
-                    chunk["usage"] = None
-                yield chunk
-                drawn += len(part.token_ids)
+                drawn[index] += len(part.token_ids)
+                used = self.usage_of_chunk(len(prompt.ids), drawn[index])
+                yield self.answer(KIND, choices=[choice], **used)
         if self.tells_usage:
-            yield self.answer(KIND, choices=[], usage=self.usage(drawn))
+            yield self.answer(KIND, choices=[], usage=self.usage(sum(drawn)))
 
 
 def _with_texts(

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
-from lmpool.gateway.calls import OBJECT_BYTES, TOKEN_BYTES, check_bytes
+from lmpool.gateway.calls import OBJECT_BYTES, TOKEN_BYTES, check_bytes, tokens_used
 from lmpool.gateway.drawing import Part, drawn_together, parts, together
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
@@ -322,8 +322,7 @@ class _Call:
 
     def usage(self, drawn: int) -> dict[str, int]:
         """Tokens read and drawn."""
-        read = len(self.ids)
-        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+        return tokens_used(len(self.ids), drawn)
 
     def head(self, **fields: Any) -> dict[str, Any]:
         """What answers and chunks have in common."""
@@ -387,7 +386,7 @@ async def _chunks(call: _Call) -> AsyncGenerator[dict[str, Any]]:
     """A stream's events."""
     options = call.body.stream_options
     told = options is not None and bool(options.include_usage)
-    always = told and options is not None and bool(options.continuous_usage_stats)
+    in_each = options is not None and options.in_each
     drawn: list[list[int]] = [[] for _ in range(call.n)]
     first = True
     async with aclosing(call.all_together()) as found:
@@ -397,7 +396,7 @@ async def _chunks(call: _Call) -> AsyncGenerator[dict[str, Any]]:
             chunk = call.head(choices=[call.choice(index, part, at_ids)], usage=None)
             if first and call.body.return_token_ids:
                 chunk["prompt_token_ids"] = call.ids
-            if always:
+            if in_each:
                 chunk["usage"] = call.usage(len(drawn[index]))
             first = False
             yield chunk

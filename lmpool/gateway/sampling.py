@@ -55,6 +55,11 @@ class StreamOptions(Request):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
+    @property
+    def in_each(self) -> bool:
+        """Whether every chunk tells its usage, so far, which is asked for beside that of all."""
+        return bool(self.include_usage) and bool(self.continuous_usage_stats)
+
 
 class SamplingRequest(Request):
     """Fields of a completion and of a chat alike. Those that are not supported must be neutral."""
