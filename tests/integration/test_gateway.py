@@ -108,6 +108,16 @@ def test_text_is_read_as_the_models_tokenizer_reads_it(
     assert asked(http, "/detokenize", tokens=found["tokens"])["prompt"] == "<s>" + TEXT
 
 
+def test_many_token_ids_are_compressed_for_who_accepts_it(http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"prompt": "a b " * 9000, "return_token_strs": True})
+    assert answer.headers["content-encoding"] == "gzip"
+    found = answer.json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    back = http.post("/detokenize", json={"tokens": found["tokens"]})
+    assert back.headers["content-encoding"] == "gzip"
+    assert back.json()["prompt"] == "<s>" + "a b " * 9000
+
+
 # --- completions --------------------------------------------------------------------------------
 
 
