@@ -300,7 +300,7 @@ class _Call:
         shelf = Shelf[tuple[int, tuple[int, Found]]](Unread(), lambda _: 0)
         async with self._held():
             each = self.each(self.in_flight, shelf)
-            async with aclosing(merged([(0, each)], shelf)) as answers:
+            async with aclosing(merged([(0, each)], shelf, asyncio.Semaphore())) as answers:
                 async for _, answer in answers:
                     yield answer
 

@@ -5,6 +5,7 @@ Completions and chats differ in how they are read and written, and share this.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -217,7 +218,8 @@ class Call(ABC):
         return FirstToken.of(self.gateway, self.model, self.drawing, self.score_tops, self.deadline)
 
     async def _drawn_to_stops(self) -> list[list[Part]]:
-        asked = [self._to_stop(p, j) for p in self.prompts for j in range(self.n)]
+        turns = self.gateway.turns()
+        asked = [self._to_stop(p, j, turns) for p in self.prompts for j in range(self.n)]
         drawn = await gathered(asked)
         return [drawn[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
 
@@ -225,10 +227,11 @@ class Call(ABC):
         """How choice `number` of a prompt is drawn."""
         return self.drawing.nth(number, len(prompt.ids))
 
-    async def _to_stop(self, prompt: Prompt, number: int) -> Part:
+    async def _to_stop(self, prompt: Prompt, number: int, turns: asyncio.Semaphore) -> Part:
         drawing = self.nth(prompt, number)
-        asked = parts(self.gateway, self.model, prompt.ids, drawing, self.deadline)
-        return together([part async for part in asked])
+        async with turns:
+            asked = parts(self.gateway, self.model, prompt.ids, drawing, self.deadline)
+            return together([part async for part in asked])
 
     async def _all_at_once(self) -> list[Answered]:
         """One call for all scores and continuations. What is greedy is drawn once a prompt."""

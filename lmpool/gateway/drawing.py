@@ -214,13 +214,9 @@ async def parts(
 async def drawn_together(
     gateway: Gateway, sources: Sequence[AsyncGenerator[Part]]
 ) -> AsyncGenerator[tuple[int, Part]]:
-    """The parts of several continuations with their numbers, as they come.
-
-    No more of them wait for room than may have it: what waits for another of the same request
-    waits as long as that takes.
-    """
+    """The parts of several continuations with their numbers, as they come."""
     shelf = Shelf[tuple[int, Part]](gateway.unread, lambda found: found[1].size)
-    found = merged(list(enumerate(sources)), shelf, gateway.options.max_in_flight)
+    found = merged(list(enumerate(sources)), shelf, gateway.turns())
     async with aclosing(found) as merging:
         async for each in merging:
             yield each

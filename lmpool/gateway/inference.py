@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import time
@@ -233,11 +234,13 @@ class _Call:
         """Every continuation. Raises `ApiError`."""
         # What is greedy is drawn once.
         different = self.n if self.drawing.temperature else 1
-        found = await gathered([self._one(number) for number in range(different)])
+        turns = self._gateway.turns()
+        found = await gathered([self._one(number, turns) for number in range(different)])
         return (found * self.n)[: self.n]
 
-    async def _one(self, number: int) -> Part:
-        return together([part async for part in self.each(number)])
+    async def _one(self, number: int, turns: asyncio.Semaphore) -> Part:
+        async with turns:
+            return together([part async for part in self.each(number)])
 
     def each(self, number: int) -> AsyncGenerator[Part]:
         """One continuation as it is drawn."""

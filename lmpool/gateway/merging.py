@@ -29,13 +29,12 @@ async def gathered(asked: Sequence[Awaitable[T]]) -> list[T]:
 async def merged(
     sources: Sequence[tuple[int, AsyncGenerator[T]]],
     shelf: Shelf[tuple[int, T]],
-    at_once: int | None = None,
+    turns: asyncio.Semaphore,
 ) -> AsyncGenerator[tuple[int, T]]:
-    """What numbered sources bring, as it comes; at most `at_once` of them at a time.
+    """What numbered sources bring, as it comes, each in its turn.
 
     They are read on whatever becomes of what they brought: that waits on the shelf.
     """
-    turns = asyncio.Semaphore(at_once or len(sources) or 1)
 
     async def read(number: int, source: AsyncGenerator[T]) -> None:
         async with turns, aclosing(source):

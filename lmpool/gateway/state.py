@@ -203,6 +203,11 @@ class Gateway:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, BUSY_PAUSE[1])
 
+    def turns(self) -> asyncio.Semaphore:
+        """For what one request asks one by one: so many at once as may have room, as what waits
+        for another of its own request is not to be told that there was none."""
+        return asyncio.Semaphore(self.options.max_in_flight)
+
     def patience(self, deadline: Deadline) -> Deadline:
         """Until when a request of this deadline waits for room."""
         return Deadline(self._patience(deadline))

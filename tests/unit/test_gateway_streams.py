@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from lmpool.gateway.binary import HELD_BYTES, _Call
+from lmpool.gateway.calls import Prompt
+from lmpool.gateway.completions import CompletionRequest, _Completions
 from lmpool.gateway.drawing import drawn_together, parts
 from lmpool.gateway.errors import ApiError
 from lmpool.gateway.options import GatewayOptions, PoolAddress
@@ -35,7 +37,7 @@ class Model:
     """A pool's, which draws a text a byte at a time, and says which of its streams are over."""
 
     def __init__(self, text: bytes, turns: int = 1) -> None:
-        self.words, self.lora_name, self.lm = BYTES, None, self
+        self.words, self.lora_name, self.lm, self.name = BYTES, None, self, "m"
         self.running = self.most = 0
         self.drawn = 0
         self._text = text
@@ -229,5 +231,22 @@ def test_a_reader_of_binary_answers_holds_places_for_those_alone_that_are_asked(
         assert sorted(seen) == list(range(30))
         assert (model.asked, gateway.room.free) == (30, 4)
         assert gateway.held.free == 2 * UNREAD_BYTES
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_continuations_up_to_a_stop_text_wait_for_each_other_too(stream: bool) -> None:
+    async def test() -> None:
+        gateway, model = a_gateway(max_in_flight=2, queue_timeout=0.0), Model(b"ab.")
+        body = CompletionRequest.model_validate({"prompt": [[1]] * 7, "stop": ".", "max_tokens": 9})
+        call = _Completions(gateway, model, body, Deadline(None), "x")  # type: ignore[arg-type]
+        call.prompts, call.drawing = [Prompt([1])] * 7, drawing(stops=(".",))
+        if stream:
+            found = [chunk["choices"][0]["text"] async for chunk in call.chunks()]
+        else:
+            found = [answered.drawn[0].text for answered in await call.answered()]
+        assert sorted("".join(found)) == sorted("ab" * 7)
+        assert model.most == 2
 
     asyncio.run(test())
