@@ -87,12 +87,12 @@ def completions(max_response_bytes: int = 512 << 20, **body: Any) -> _Completion
     ids=["ids", "texts", "texts that are long as JSON", "texts of ids", "ids that are drawn"],
 )
 def test_what_each_choice_tells_of_its_prompt_counts_for_the_size_of_an_answer(told: Any) -> None:
-    assert completions(100_000, **told, n=2)
+    completions(100_000, **told, n=2)
     with pytest.raises(ApiError, match="ask for fewer prompts, choices or") as refused:
         completions(100_000, **told, n=128)
     assert refused.value.status == 413
     plain = {name: told[name] for name in told if name not in ("echo", "return_token_ids")}
-    assert completions(100_000, **plain, n=128)
+    completions(100_000, **plain, n=128)
 
 
 @pytest.mark.parametrize("told", [{"return_token_ids": True}, {"echo": True}], ids=str)
@@ -107,7 +107,7 @@ def test_a_long_answer_without_numbers_is_written_beside_the_event_loop(told: An
         writers.append(threading.current_thread())
         return b"{}"
 
-    call.answered, call.whole = answered, whole  # type: ignore[method-assign]
+    call.answered, call.whole = answered, whole  # type: ignore[assignment, method-assign]
     nobody: Any = None
     asyncio.run(call.reply(nobody))
     assert len(writers) == 1

@@ -42,7 +42,7 @@ def statuses(*asked: tuple[str, str, dict[str, str]]) -> list[httpx.Response]:
             found = []
             for method, path, given in asked:
                 headers = {"content-type": "application/json"} if method == "POST" else {}
-                raw = [(k, v.encode()) for k, v in {**headers, **given}.items()]
+                raw = [(k.encode(), v.encode()) for k, v in {**headers, **given}.items()]
                 content = b'{"prompt":[1],"text":"a","names":["a"]}' if method == "POST" else None
                 found.append(await http.request(method, path, headers=raw, content=content))
             return found
