@@ -232,11 +232,15 @@ class _Settings(BaseSettings):
         protected_namespaces=(),
     )
 
+    never_empty: ClassVar[tuple[str, ...]] = ()
+    """Settings that keep others out: without a word an empty variable would let them in."""
+
     def __init__(self, **given: Any) -> None:
         unknown = [name for name in given if name not in type(self).model_fields]
         if unknown:
             raise SettingsError(unknown_name(unknown[0], type(self).model_fields, "argument"))
         given = {name: value for name, value in given.items() if value is not None}
+        _refuse_empty(type(self), given)
         for name, value in given.items():
             _refuse_misfits(name, value, type(self).model_fields[name])
         try:
@@ -502,6 +506,7 @@ class GatewaySettings(_Settings):
     """What ``lmpool gateway`` can be told, but for the server that it asks."""
 
     model_config = SettingsConfigDict(env_prefix=GATEWAY_PREFIX)
+    never_empty: ClassVar[tuple[str, ...]] = ("api_keys",)
 
     if TYPE_CHECKING:
 
@@ -544,6 +549,18 @@ class GatewaySettings(_Settings):
     log_format: LogFormat = Field(
         "text", description="lines that a person can read, or JSON, an object a line"
     )
+
+
+def _refuse_empty(options: type[_Settings], given: Iterable[str]) -> None:
+    """Refuse empty variables of settings that are not to be empty. Raises `SettingsError`."""
+    for name in options.never_empty:
+        variable, field = variable_of(options, name), options.model_fields[name]
+        empty = any(each.upper() == variable and not its for each, its in os.environ.items())
+        if empty and name not in given:
+            raise SettingsError(
+                f"{variable}='': empty, as where what it should have is missing; write "
+                f"{field.description}, or unset it to have none"
+            )
 
 
 def _refuse_misfits(name: str, value: object, field: FieldInfo) -> None:

@@ -156,9 +156,10 @@ def _is_unsupported(found: Mapping[str, Any], app: FastAPI) -> bool:
     return kind == "none_required" or bool(bounds.get("max_length") == 0)
 
 
-def _weight(found: Mapping[str, Any]) -> tuple[int, bool]:
-    """Of several findings, as of a union, the one that came furthest says most."""
-    return len(found["loc"]), not _is_type(found)
+def _weight(found: Mapping[str, Any]) -> tuple[bool, int, bool]:
+    """Of several findings, as of a union, the one that came furthest says most: of a list that is
+    too long all that there may be of it was right."""
+    return found["type"] == "too_long", len(found["loc"]), not _is_type(found)
 
 
 # --- description ---------------------------------------------------------------------------------

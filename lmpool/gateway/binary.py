@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Annotated, Any, Final, Literal, TypeAlias, cast
 
 from fastapi import APIRouter, Header
@@ -31,21 +31,23 @@ from lmpool.gateway.binary_forms import (
     fields_of,
 )
 from lmpool.gateway.errors import ASKING, ApiError, too_long
+from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.responding import respond
-from lmpool.gateway.sampling import Id, Prompts, prompts_of
+from lmpool.gateway.sampling import MAX_PROMPTS, Id, Prompts, prompts_of
 from lmpool.gateway.schemas import Answer, JsonRoute, Request
 from lmpool.gateway.sse import Streamed
 from lmpool.gateway.state import BUSY_PAUSE, Gateway, gateway_of
+from lmpool.gateway.unread import Shelf, Unread
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Draw, Hidden, Row, Score, Tokens, Top, Want
+from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
 router = APIRouter(route_class=JsonRoute)
 
 HELD_BYTES: Final = 64 << 20
 """Of answers that a stream holds for a slow reader."""
 IN_FLIGHT: Final = 512
-MAX_WANTS: Final = 65_536
 SMALL: Final = 1 << 18
 """Bytes that are written without leaving the event loop to others."""
 JSON_TIMES: Final = 3
@@ -54,7 +56,7 @@ _IN_PLACE: Final = frozenset({400, 500})
 """Statuses of errors that are of one prompt. Any other is of the pool, and of the whole request."""
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
+Ids = Annotated[list[Id], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 
 class RowWant(Request):
@@ -95,7 +97,11 @@ class ScoreWant(Request):
     kind: Literal["score"]
     start: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    token_ids: Ids | Annotated[list[Ids], Field(min_length=1, fail_fast=True)] | None = None
+    token_ids: (
+        Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)]
+        | None
+    ) = None
     temperature: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
     def want(self) -> Want:
@@ -114,7 +120,7 @@ class DrawWant(Request):
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     replacement: bool | None = None
     allowed: Ids | None = None
-    excluded: Annotated[list[Id], Field(fail_fast=True)] | None = None
+    excluded: Annotated[list[Id], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
 
     def want(self) -> Want:
         """As pools have it."""
@@ -149,7 +155,7 @@ class LogprobsRequest(Request):
     model: str | None = Field(None, max_length=512)
     prompt: Prompts
     want: (
-        WantBody | Annotated[list[WantBody], Field(max_length=MAX_WANTS, fail_fast=True)] | None
+        WantBody | Annotated[list[WantBody], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None
     ) = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
@@ -288,8 +294,32 @@ class _Call:
         each = max(1, self.bytes // len(self.prompts))
         return max(1, min(IN_FLIGHT, HELD_BYTES // each))
 
-    async def each(self, in_flight: int) -> AsyncGenerator[tuple[int, Found]]:
-        """Answers, or their errors, as they come, with the numbers of their prompts."""
+    async def read_on(self) -> AsyncGenerator[tuple[int, Found]]:
+        """As `each`, for a reader who may be slow: then those that are not asked yet wait for him,
+        and nobody waits for those that are."""
+        shelf = Shelf[tuple[int, tuple[int, Found]]](Unread(), lambda _: 0)
+        async with self._held():
+            each = self.each(self.in_flight, shelf)
+            async with aclosing(merged([(0, each)], shelf, asyncio.Semaphore())) as answers:
+                async for _, answer in answers:
+                    yield answer
+
+    def _held(self) -> AbstractAsyncContextManager[None]:
+        """Memory for what waits for a reader. Raises `ApiError`."""
+        count = min(self.in_flight, len(self.prompts))
+        size = count * (self.bytes // len(self.prompts))
+        if size <= SMALL:
+            return nullcontext()
+        patience = self._gateway.patience(self._deadline)
+        return self._gateway.places(size, patience, self._gateway.held)
+
+    async def each(
+        self, in_flight: int, shelf: Shelf[Any] | None = None
+    ) -> AsyncGenerator[tuple[int, Found]]:
+        """Answers, or their errors, as they come, with the numbers of their prompts.
+
+        Where as many as `in_flight` wait on the shelf the others are asked once there are fewer.
+        """
         left: list[int] = []
         for number, (prompt, want) in enumerate(zip(self.prompts, self.wants, strict=True)):
             most = want.longest_prompt(self._model.info.max_prompt_tokens)
@@ -301,35 +331,59 @@ class _Call:
                 left.append(number)
         in_flight = min(in_flight, max(1, len(left)))
         patience = self._gateway.patience(self._deadline)
+        while left:
+            async with self._gateway.places(in_flight, patience):
+                asked = self._until_full(left, in_flight, shelf, patience)
+                async with aclosing(asked) as answers:
+                    async for each in answers:
+                        yield each
+            if shelf is not None and left:
+                await shelf.until_fewer(max(1, in_flight // 2))
+                patience = self._gateway.patience(self._deadline)
+
+    async def _until_full(
+        self, left: list[int], in_flight: int, shelf: Shelf[Any] | None, patience: Deadline
+    ) -> AsyncGenerator[tuple[int, Found]]:
+        """Those that are `left`, which are taken off it, until the shelf is full."""
         pause = BUSY_PAUSE[0]
-        async with self._gateway.places(in_flight, patience):
-            while left:
-                busy: list[int] = []
-                async with aclosing(self._asked(left, in_flight)) as answers:
-                    async for number, answer in answers:
-                        if isinstance(answer, PoolBusy) and patience.left() != 0.0:
-                            busy.append(number)
-                        elif isinstance(answer, LmpoolError):
-                            yield number, self._gateway.answer_to(self._model, answer)
-                        else:
-                            yield number, fields_of(self.wants[number], answer)
-                left = sorted(busy)
-                if left:
-                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                    pause = min(2 * pause, BUSY_PAUSE[1])
+
+        def numbers() -> Iterator[int]:
+            while left and (shelf is None or len(shelf) < in_flight):
+                yield left.pop(0)
+
+        while left and (shelf is None or len(shelf) < in_flight):
+            busy: list[int] = []
+            async with aclosing(self._asked(numbers(), in_flight)) as answers:
+                async for number, answer in answers:
+                    if isinstance(answer, PoolBusy) and patience.left() != 0.0:
+                        busy.append(number)
+                    elif isinstance(answer, LmpoolError):
+                        yield number, self._gateway.answer_to(self._model, answer)
+                    else:
+                        yield number, fields_of(self.wants[number], answer)
+            if busy:
+                left[:0] = sorted(busy)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, BUSY_PAUSE[1])
 
     async def _asked(
-        self, numbers: Sequence[int], in_flight: int
+        self, numbers: Iterator[int], in_flight: int
     ) -> AsyncGenerator[tuple[int, Any]]:
         model = self._model
-        asks = (Ask(self.prompts[i], self.wants[i], model.lora_name) for i in numbers)
+        asked: list[int] = []
+
+        def asks() -> Iterator[Ask]:
+            for number in numbers:
+                asked.append(number)
+                yield Ask(self.prompts[number], self.wants[number], model.lora_name)
+
         try:
             found = model.lm.ask_iter(
-                asks, in_flight=in_flight, errors="return", timeout=self._deadline.at_least(0.001)
+                asks(), in_flight=in_flight, errors="return", timeout=self._deadline.at_least(0.001)
             )
             async with aclosing(cast("AsyncGenerator[tuple[int, Any]]", found)) as answers:
                 async for number, answer in answers:
-                    yield numbers[number], answer
+                    yield asked[number], answer
         except LmpoolError as error:
             raise self._gateway.answer_to(model, error) from None
 
@@ -338,7 +392,7 @@ async def _stream(call: _Call, form: Form) -> AsyncGenerator[bytes]:
     """The answers as they come, each as `form` writes it. Raises `ApiError` before the first."""
     error, begun = None, False
     try:
-        async with aclosing(call.each(call.in_flight)) as answers:
+        async with aclosing(call.read_on()) as answers:
             async for number, answer in answers:
                 if not begun and isinstance(answer, ApiError) and answer.status not in _IN_PLACE:
                     raise answer

@@ -5,13 +5,17 @@ Completions and chats differ in how they are read and written, and share this.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, ParamSpec, TypeVar
 
+import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -33,20 +37,39 @@ from lmpool.wants import Score, TextScores, TopLogprobs
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FEW_NUMBERS: Final = 5000
-"""Log-probabilities that are written at once."""
 NUMBER_BYTES: Final = 48
 """What one log-probability takes as JSON, about."""
+TOKEN_BYTES: Final = 8
+"""What one token takes, as its id or as text, about."""
+FEW_BYTES: Final = 5000 * NUMBER_BYTES
+"""Of JSON, that are written without leaving the event loop to others."""
 OBJECT_BYTES: Final = 512
 """What it takes where it is an object of Python's first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prompt:
-    """A prompt, and its text where that is told again."""
+    """A prompt, and its text where that is told again.
+
+    Each of its choices tells it: it becomes JSON once for all of them.
+    """
 
     ids: list[int]
     text: str = ""
+
+    @cached_property
+    def ids_json(self) -> Raw:
+        """Its ids as a list."""
+        return Raw(orjson.dumps(self.ids))
+
+    @cached_property
+    def text_json(self) -> bytes:
+        """Its text as the beginning of a string, without what quotes it."""
+        return json.dumps(self.text).encode()[1:-1]
+
+    def with_text(self, text: str) -> Raw:
+        """Its text and what was drawn after it, as one string."""
+        return Raw(b'"%b%b' % (self.text_json, json.dumps(text).encode()[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +109,13 @@ class Call(ABC):
         """Whether a stream ends with its usage."""
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
+
+    def usage_of_chunk(self, read: int, drawn: int) -> dict[str, Any]:
+        """What a chunk says of usage: that of its choice so far, where it is asked for in each."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return {}
+        return {"usage": tokens_used(read, drawn) if options.in_each else None}
 
     def check_tops(self, name: str, found: int | None) -> None:
         """Refuse more of the likeliest than there may be. Raises `ApiError`."""
@@ -128,9 +158,29 @@ class Call(ABC):
         tokens = sum(len(p.ids) + self.drawing.max_tokens for p in self.prompts)
         return self.n * tokens * (k + 1)
 
-    def check_size(self) -> None:
+    @property
+    def tokens(self) -> int:
+        """How many are drawn at most."""
+        return self.n * len(self.prompts) * self.drawing.max_tokens
+
+    @property
+    def told_bytes(self) -> int:
+        """Of the prompts as JSON, which each of their choices tells."""
+        texts = sum(len(prompt.text_json) for prompt in self.prompts)
+        if not self.body.return_token_ids:
+            return self.n * texts
+        return self.n * (texts + sum(len(prompt.ids_json.data) for prompt in self.prompts))
+
+    async def check_size(self) -> None:
         """Refuse what would be too long an answer. Raises `ApiError`."""
-        check_numbers(self.numbers, self.gateway)
+        told = await self.beside(self._told_characters, lambda: self.told_bytes)
+        ids = TOKEN_BYTES * self.tokens if self.body.return_token_ids else 0
+        check_bytes(self.numbers * NUMBER_BYTES + told + ids, self.gateway)
+
+    @property
+    def _told_characters(self) -> int:
+        """Of the prompts, about, each of them once."""
+        return sum(TOKEN_BYTES * len(prompt.ids) + len(prompt.text) for prompt in self.prompts)
 
     # --- asking --------------------------------------------------------------------------------
 
@@ -168,7 +218,8 @@ class Call(ABC):
         return FirstToken.of(self.gateway, self.model, self.drawing, self.score_tops, self.deadline)
 
     async def _drawn_to_stops(self) -> list[list[Part]]:
-        asked = [self._to_stop(p, j) for p in self.prompts for j in range(self.n)]
+        turns = self.gateway.turns()
+        asked = [self._to_stop(p, j, turns) for p in self.prompts for j in range(self.n)]
         drawn = await gathered(asked)
         return [drawn[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
 
@@ -176,10 +227,11 @@ class Call(ABC):
         """How choice `number` of a prompt is drawn."""
         return self.drawing.nth(number, len(prompt.ids))
 
-    async def _to_stop(self, prompt: Prompt, number: int) -> Part:
+    async def _to_stop(self, prompt: Prompt, number: int, turns: asyncio.Semaphore) -> Part:
         drawing = self.nth(prompt, number)
-        asked = parts(self.gateway, self.model, prompt.ids, drawing, self.deadline)
-        return together([part async for part in asked])
+        async with turns:
+            asked = parts(self.gateway, self.model, prompt.ids, drawing, self.deadline)
+            return together([part async for part in asked])
 
     async def _all_at_once(self) -> list[Answered]:
         """One call for all scores and continuations. What is greedy is drawn once a prompt."""
@@ -191,6 +243,10 @@ class Call(ABC):
                 asks.append((prompt.ids, self._score()))
             asks += [(prompt.ids, self.nth(prompt, j).generate()) for j in range(draws)]
         found = iter(await self.gateway.answers(self.model, asks, self.deadline) if asks else ())
+        return await self.beside(TOKEN_BYTES * self.tokens, self._told, found, draws)
+
+    def _told(self, found: Iterator[Any], draws: int) -> list[Answered]:
+        """What is told of a pool's answers, of which `draws` of each prompt are continuations."""
         answered = []
         for prompt in self.prompts:
             scores = next(found) if self._is_scored(prompt) else None
@@ -213,12 +269,16 @@ class Call(ABC):
         """The answer, or the stream where that was asked for. Raises `ApiError`."""
         if self.body.stream:
             return await event_stream(self.chunks())
-        content = await self.beside(self.whole, await self.answered())
+        size = self.numbers * NUMBER_BYTES + self.told_bytes + TOKEN_BYTES * self.tokens
+        content = await self.beside(size, self.whole, await self.answered())
         return await respond(request, content, "application/json")
 
-    async def beside(self, write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `write` makes; where that is long, the event loop serves others meanwhile."""
-        if self.numbers <= FEW_NUMBERS:
+    async def beside(
+        self, size: int, write: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `write` makes of about so many bytes; where these are many, the event loop serves
+        others meanwhile."""
+        if size <= FEW_BYTES:
             return write(*args, **kwargs)
         return await aside(write, *args, **kwargs)
 
@@ -229,17 +289,13 @@ class Call(ABC):
             cut = with_tops(scores, self.body.prompt_logprobs)
             found["prompt_logprobs"] = Raw(prompt_logprobs(self.model.words, prompt.ids, cut))
         if self.body.return_token_ids:
-            found["prompt_token_ids"] = prompt.ids
+            found["prompt_token_ids"] = prompt.ids_json
         return found
 
     def usage(self, drawn: int) -> dict[str, int]:
         """Tokens: a prompt counts once, whatever `n`."""
         read = sum(len(prompt.ids) for prompt in self.prompts)
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": drawn,
-            "total_tokens": read + drawn,
-        }
+        return tokens_used(read, drawn)
 
     def answer(self, kind: str, **fields: Any) -> dict[str, Any]:
         """What every answer and every chunk begins with."""
@@ -252,15 +308,18 @@ class Call(ABC):
         }
 
 
-def check_numbers(count: int, gateway: Gateway, each: int = NUMBER_BYTES) -> None:
-    """Refuse an answer of so many log-probabilities, of `each` so many bytes, that is too long.
+def tokens_used(read: int, drawn: int) -> dict[str, int]:
+    """Tokens that were read and drawn, as answers have them."""
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
-    Raises `ApiError`.
-    """
-    size = count * each
+
+def check_bytes(size: int, gateway: Gateway) -> None:
+    """Refuse an answer of about so many bytes where that is too long. Raises `ApiError`."""
     if size > 2 * gateway.options.max_response_bytes:
         raise ApiError(
-            413, f"an answer of about {size} bytes: ask for fewer log-probabilities at once"
+            413,
+            f"an answer of about {size} bytes: ask for fewer prompts, choices or log-probabilities "
+            "at once",
         )
 
 

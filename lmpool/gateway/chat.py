@@ -12,11 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
-from lmpool.gateway.calls import Answered, Call, Prompt
-from lmpool.gateway.drawing import Part, parts
+from lmpool.gateway.calls import NUMBER_BYTES, Answered, Call, Prompt
+from lmpool.gateway.drawing import Part, drawn_together, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
-from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import chat_content
 from lmpool.gateway.sampling import SamplingRequest, drawing
@@ -169,7 +168,7 @@ class _Chat(Call):
         call.drawing = await drawing(body, model, drawn, tops, len(ids))
         if body.prompt_logprobs is not None:
             call.scored(body.prompt_logprobs)
-        call.check_size()
+        await call.check_size()
         return call
 
     # --- telling -------------------------------------------------------------------------------
@@ -206,28 +205,31 @@ class _Chat(Call):
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream."""
-        (prompt,), drawn = self.prompts, 0
+        (prompt,), drawn = self.prompts, [0] * self.n
         (scores,) = await self.scores()
         sources = [
-            (j, parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline))
+            parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline)
             for j in range(self.n)
         ]
+        size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
-        async with aclosing(merged(sources)) as found:
+        async with aclosing(drawn_together(self.gateway, sources)) as found:
             async for index, part in found:
                 if index not in begun:
                     delta = {"role": "assistant", "content": ""}
-                    chunk = self._chunk(index, delta)
+                    chunk = self._chunk(index, delta, drawn[index])
                     if not begun:
-                        chunk |= await self.beside(self.of_prompt, prompt, scores)
+                        chunk |= await self.beside(size, self.of_prompt, prompt, scores)
                     begun.add(index)
                     yield chunk
-                drawn += len(part.token_ids)
-                yield self._chunk(index, {"content": part.text}, part)
+                drawn[index] += len(part.token_ids)
+                yield self._chunk(index, {"content": part.text}, drawn[index], part)
         if self.tells_usage:
-            yield self.answer(CHUNK, choices=[], usage=self.usage(drawn))
+            yield self.answer(CHUNK, choices=[], usage=self.usage(sum(drawn)))
 
-    def _chunk(self, index: int, delta: dict[str, str], part: Part | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, index: int, delta: dict[str, str], drawn: int, part: Part | None = None
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
@@ -238,10 +240,8 @@ class _Chat(Call):
             choice["stop_reason"] = part.stop_reason
             if self.body.return_token_ids:
                 choice["token_ids"] = part.token_ids
-        chunk = self.answer(CHUNK, choices=[choice])
-        if self.tells_usage:
-            chunk["usage"] = None
-        return chunk
+        used = self.usage_of_chunk(len(self.prompts[0].ids), drawn)
+        return self.answer(CHUNK, choices=[choice], **used)
 
 
 @router.post(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Final
 
@@ -12,18 +12,26 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from lmpool.gateway.calls import Answered, Call, Prompt, with_tops
-from lmpool.gateway.drawing import Part, parts
+from lmpool.gateway.calls import (
+    NUMBER_BYTES,
+    TOKEN_BYTES,
+    Answered,
+    Call,
+    Prompt,
+    with_tops,
+)
+from lmpool.gateway.drawing import Part, drawn_together, parts
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
 from lmpool.gateway.logprobs import joined
-from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import completion_logprobs
 from lmpool.gateway.sampling import Prompts, SamplingRequest, drawing, prompts_of
 from lmpool.gateway.schemas import Answer, JsonRoute, Usage
 from lmpool.gateway.sse import EVENTS
 from lmpool.gateway.state import Gateway, gateway_of
+from lmpool.gateway.text_offsets import prompt_offsets
+from lmpool.gateway.words import Words
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import TextScores
 
@@ -88,8 +96,8 @@ class _Completions(Call):
             model.check_ids(each, "prompt")
         call.check_prompts([Prompt(each) for each in ids], drawn)
         if body.echo:
-            texts = [g if isinstance(g, str) else model.words.decode(g) for g in given]
-            call.prompts = list(map(Prompt, ids, texts))
+            size = TOKEN_BYTES * sum(map(len, ids))
+            call.prompts = await call.beside(size, _with_texts, model.words, given, ids)
         shortest = min(len(prompt.ids) for prompt in call.prompts)
         call.drawing = await drawing(body, model, drawn, body.logprobs, shortest)
         if call.echoes_scores and body.prompt_logprobs_temperature not in (None, 1.0):
@@ -102,7 +110,7 @@ class _Completions(Call):
             call.scored(body.logprobs or 0)
         if body.prompt_logprobs is not None:
             call.scored(body.prompt_logprobs)
-        call.check_size()
+        await call.check_size()
         return call
 
     @property
@@ -118,21 +126,20 @@ class _Completions(Call):
         prompt: Prompt,
         scores: TextScores | None,
         part: Part,
-        offset: int = 0,
         first: bool = True,
     ) -> dict[str, Any]:
         """A choice, or of a stream a part of one, whose `first` tells of the prompt."""
         body = self.body
         found: dict[str, Any] = {
             "index": index,
-            "text": prompt.text + part.text if first and body.echo else part.text,
+            "text": prompt.with_text(part.text) if first and body.echo else part.text,
             "logprobs": None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
         if body.logprobs is not None:
             echoed = first and self.echoes_scores
-            found["logprobs"] = self.logprobs(prompt, scores, part, offset, echoed)
+            found["logprobs"] = self.logprobs(prompt, scores, part, echoed)
         if body.return_token_ids:
             found["token_ids"] = part.token_ids
         return found | self.of_prompt(prompt, scores) if first else found
@@ -142,25 +149,20 @@ class _Completions(Call):
         prompt: Prompt,
         scores: TextScores | None,
         part: Part,
-        offset: int = 0,
         echoed: bool = False,
     ) -> Raw:
         """Those of a part, and where it is `echoed` those of its prompt before it."""
-        first = None
+        first, offsets = None, list(part.text_offsets)
+        if self.body.echo:
+            offsets = [len(prompt.text) + offset for offset in offsets]
         if echoed:
+            offsets = prompt_offsets(self.model.words, prompt.ids, prompt.text) + offsets
             blank = TextScores(np.zeros(0, np.float32), np.zeros(0, np.int32))
             cut = with_tops(scores, self.body.logprobs or 0)
             first = (np.asarray(prompt.ids, np.int32), cut or blank)
         ids, logprobs, top = joined(first, part.token_ids, part.logprobs, part.top_logprobs)
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        return Raw(completion_logprobs(self.model.words, ids, logprobs, top, as_ids, offset))
-
-    def label_length(self, part: Part, prompt: Prompt | None) -> int:
-        """The characters of the labels of a part's tokens, and of the prompt before it."""
-        words = self.model.words
-        as_ids = self.body.return_tokens_as_token_ids or not words.has_text
-        ids = part.token_ids if prompt is None else [*prompt.ids, *part.token_ids]
-        return sum(len(f"token_id:{i}" if as_ids else words.text(i)) for i in ids)
+        return Raw(completion_logprobs(self.model.words, ids, logprobs, top, as_ids, offsets))
 
     def whole(self, answered: list[Answered]) -> bytes:
         """The answer as JSON."""
@@ -173,35 +175,34 @@ class _Completions(Call):
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream."""
-        body, drawn = self.body, 0
+        drawn = [0] * (len(self.prompts) * self.n)
         scores = await self.scores()
         sources = [
-            (
-                i * self.n + j,
-                parts(self.gateway, self.model, p.ids, self.nth(p, j), self.deadline),
-            )
-            for i, p in enumerate(self.prompts)
+            parts(self.gateway, self.model, prompt.ids, self.nth(prompt, j), self.deadline)
+            for prompt in self.prompts
             for j in range(self.n)
         ]
-        offsets = [0] * len(sources)
+        size = self.numbers * NUMBER_BYTES
         begun: set[int] = set()
-        async with aclosing(merged(sources)) as found:
+        async with aclosing(drawn_together(self.gateway, sources)) as found:
             async for index, part in found:
                 prompt, its = self.prompts[index // self.n], scores[index // self.n]
                 first = index not in begun
                 begun.add(index)
-                offset = offsets[index]
-                choice = await self.beside(self.choice, index, prompt, its, part, offset, first)
-                chunk = self.answer(KIND, choices=[choice])
-                if self.tells_usage:
-                    chunk["usage"] = None
-                yield chunk
-                if body.logprobs is not None:
-                    echoed = prompt if first and self.echoes_scores else None
-                    offsets[index] += self.label_length(part, echoed)
-                drawn += len(part.token_ids)
+                choice = await self.beside(size, self.choice, index, prompt, its, part, first)
+                drawn[index] += len(part.token_ids)
+                used = self.usage_of_chunk(len(prompt.ids), drawn[index])
+                yield self.answer(KIND, choices=[choice], **used)
         if self.tells_usage:
-            yield self.answer(KIND, choices=[], usage=self.usage(drawn))
+            yield self.answer(KIND, choices=[], usage=self.usage(sum(drawn)))
+
+
+def _with_texts(
+    words: Words, given: Sequence[str | list[int]], ids: Sequence[list[int]]
+) -> list[Prompt]:
+    """Prompts and their texts, of which those that were given as ids have theirs."""
+    texts = (each if isinstance(each, str) else words.decode(each) for each in given)
+    return list(map(Prompt, ids, texts))
 
 
 @router.post(

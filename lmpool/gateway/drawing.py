@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
+from lmpool.gateway.merging import merged
 from lmpool.gateway.pools import Model
 from lmpool.gateway.sampling import MAX_HINT_TOKENS, Drawing
 from lmpool.gateway.state import Gateway
+from lmpool.gateway.text_offsets import TextOffsets
 from lmpool.gateway.text_stops import TextCut
+from lmpool.gateway.unread import Shelf
 from lmpool.gateway.words import Words
 from lmpool.producer import Piece
 from lmpool.producer.deadline import Deadline
@@ -20,6 +23,9 @@ from lmpool.wants import FinishReason, Generation, TopLogprobs
 from lmpool.wants.answers import Logprobs
 
 Finish = Literal["stop", "length"]
+
+PART_BYTES: Final = 1 << 10
+"""What Python's objects of a part take."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +42,16 @@ class Part:
     top_logprobs: TopLogprobs | None = None
     finish_reason: Finish | None = None
     stop_reason: str | int | None = None
+    text_offsets: Sequence[int] = ()
+    """Where in the text of the continuation each of them begins, where there are `logprobs`."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it waits for its reader, about."""
+        top = self.top_logprobs
+        held = 0 if self.logprobs is None else self.logprobs.nbytes
+        held += 0 if top is None else top.token_ids.nbytes + top.logprobs.nbytes
+        return PART_BYTES + 2 * len(self.text) + 16 * len(self.token_ids) + held
 
 
 class Teller:
@@ -46,6 +62,7 @@ class Teller:
         self._drawing = drawing
         self._cut = TextCut(drawing.stops, drawing.include_stop)
         self._hidden = words.special if drawing.skip_special else frozenset[int]()
+        self._offsets = TextOffsets(words)
         self._last: list[int] = []
         """The last tokens, as many as an ending may have: pieces may divide it."""
 
@@ -58,20 +75,29 @@ class Teller:
         if reason == "eos" and not self._drawing.include_stop:
             said -= min(piece.ending, said)
         text, taken = self._text(ids, said)
+        offsets = self._text_offsets(ids, said)
         stop: str | int | None = self._cut.stop
         if stop is not None:
-            return self._part(text, ids, piece, taken, "stop", stop)
+            return self._part(text, ids, piece, offsets, taken, "stop", stop)
         if reason is None:
-            return self._part(text, ids, piece, len(ids), None, None)
+            return self._part(text, ids, piece, offsets, len(ids), None, None)
         text += self._cut.feed(b"", final=True)
         if self._cut.stop is not None:
-            return self._part(text, ids, piece, len(ids), "stop", self._cut.stop)
+            return self._part(text, ids, piece, offsets, len(ids), "stop", self._cut.stop)
         if reason == "stop":
             stop, ending = self._stop_of(self._last[-piece.ending :])
-            return self._part(text + ending, ids, piece, len(ids), "stop", stop)
+            return self._part(text + ending, ids, piece, offsets, len(ids), "stop", stop)
         if reason == "eos" and ids and ids[-1] in self._drawing.stop_token_ids:
             stop = ids[-1]
-        return self._part(text, ids, piece, len(ids), _finish(reason), stop)
+        return self._part(text, ids, piece, offsets, len(ids), _finish(reason), stop)
+
+    def _text_offsets(self, ids: Sequence[int], said: int) -> list[int]:
+        """Where each begins in the text of the first `said`, without what is hidden."""
+        if not self._drawing.logprobs:
+            return []
+        offsets, hidden = self._offsets, self._hidden
+        told = [offsets.here if i in hidden else offsets.told(i) for i in ids[:said]]
+        return told + [offsets.here] * (len(ids) - said)
 
     def _stop_of(self, ending: Sequence[int]) -> tuple[str | None, str]:
         """The stop text that these tokens are where they are hidden ones, which the text is
@@ -103,6 +129,7 @@ class Teller:
         text: str,
         ids: list[int],
         piece: Piece,
+        offsets: list[int],
         count: int,
         finish: Finish | None,
         stop: str | int | None,
@@ -112,7 +139,7 @@ class Teller:
             rest = np.asarray(top.rest, np.float32)[:count]
             top = TopLogprobs(top.token_ids[:count], top.logprobs[:count], rest)
         logprobs = None if piece.logprobs is None else piece.logprobs[:count]
-        return Part(text, ids[:count], logprobs, top, finish, stop)
+        return Part(text, ids[:count], logprobs, top, finish, stop, offsets[:count])
 
 
 def _finish(reason: FinishReason) -> Finish:
@@ -145,6 +172,7 @@ def together(parts: Sequence[Part]) -> Part:
         top,
         last.finish_reason,
         last.stop_reason,
+        [offset for part in parts for offset in part.text_offsets],
     )
 
 
@@ -181,3 +209,14 @@ async def parts(
             yield part
             if part.finish_reason is not None:
                 return
+
+
+async def drawn_together(
+    gateway: Gateway, sources: Sequence[AsyncGenerator[Part]]
+) -> AsyncGenerator[tuple[int, Part]]:
+    """The parts of several continuations with their numbers, as they come."""
+    shelf = Shelf[tuple[int, Part]](gateway.unread, lambda found: found[1].size)
+    found = merged(list(enumerate(sources)), shelf, gateway.turns())
+    async with aclosing(found) as merging:
+        async for each in merging:
+            yield each

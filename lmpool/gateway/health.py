@@ -34,12 +34,14 @@ class Version(Answer):
     version: str
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
     """200 for as long as the process lives: see `/ready` for more."""
     return Health()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=responses(503))
 async def ready(request: HttpRequest) -> Readiness:
     """200 while every pool has a worker, 503 while one has none."""
@@ -51,6 +53,7 @@ async def ready(request: HttpRequest) -> Readiness:
     return Readiness(pools=[pool.name for pool in pools])
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def version() -> Version:
     """This lmpool's version."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import time
@@ -19,12 +20,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
-from lmpool.gateway.calls import OBJECT_BYTES, check_numbers
-from lmpool.gateway.drawing import Part, parts, together
+from lmpool.gateway.calls import OBJECT_BYTES, TOKEN_BYTES, check_bytes, tokens_used
+from lmpool.gateway.drawing import Part, drawn_together, parts, together
 from lmpool.gateway.errors import ASKING, ApiError
 from lmpool.gateway.json_parts import Raw, dumps
 from lmpool.gateway.logprobs import finite
-from lmpool.gateway.merging import gathered, merged
+from lmpool.gateway.merging import gathered
 from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
 from lmpool.gateway.responding import respond
@@ -42,6 +43,7 @@ from lmpool.gateway.sse import EVENTS, event_stream
 from lmpool.gateway.state import Gateway, gateway_of
 from lmpool.producer.deadline import Deadline
 from lmpool.wants import Score, TextScores
+from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -60,8 +62,8 @@ class SamplingParams(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprob_token_ids: (
         Annotated[
-            list[Annotated[list[PaddedId], Field(fail_fast=True)]],
-            Field(min_length=1, fail_fast=True),
+            list[Annotated[list[PaddedId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]],
+            Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True),
         ]
         | None
     ) = None
@@ -153,7 +155,7 @@ class _Call:
             )
         top = None if params.logprobs is None else 0 if asked else params.logprobs
         self.drawing = await drawing(params, self._model, most, top, len(self.ids))
-        check_numbers(self._numbers(), self._gateway, OBJECT_BYTES)
+        check_bytes(self._numbers() * OBJECT_BYTES + self._told_ids() * TOKEN_BYTES, self._gateway)
 
     def _numbers(self) -> int:
         """How many log-probabilities the answer has at most."""
@@ -165,6 +167,11 @@ class _Call:
         if params.logprobs is not None:
             count += self.n * self.drawing.max_tokens * (1 + params.logprobs)
         return count
+
+    def _told_ids(self) -> int:
+        """How many token ids it has at most besides."""
+        prompt = len(self.ids) if self.body.return_token_ids else 0
+        return prompt + self.n * self.drawing.max_tokens
 
     def _id_rows(self) -> npt.NDArray[np.int64] | None:
         """``prompt_logprob_token_ids`` as an array [rows, ids]. Raises `ApiError`."""
@@ -185,6 +192,14 @@ class _Call:
                 400,
                 f"{name} has {len(given)} rows, but the prompt has {expected} scored rows "
                 "(prompt_len - 1 - prompt_logprob_start)",
+                param=name,
+            )
+        if len(given) * width > MAX_TOKEN_IDS:  # one wide row fills up all others
+            raise ApiError(
+                400,
+                f"{name} has {len(given)} rows, of up to {width} ids: {len(given) * width} together"
+                f", and at most {MAX_TOKEN_IDS} are scored at once; ask in parts, by "
+                "prompt_logprob_start",
                 param=name,
             )
         rows = np.full((len(given), width), PAD, np.int64)
@@ -219,16 +234,22 @@ class _Call:
         """Every continuation. Raises `ApiError`."""
         # What is greedy is drawn once.
         different = self.n if self.drawing.temperature else 1
-        found = await gathered([self._one(number) for number in range(different)])
+        turns = self._gateway.turns()
+        found = await gathered([self._one(number, turns) for number in range(different)])
         return (found * self.n)[: self.n]
 
-    async def _one(self, number: int) -> Part:
-        return together([part async for part in self.each(number)])
+    async def _one(self, number: int, turns: asyncio.Semaphore) -> Part:
+        async with turns:
+            return together([part async for part in self.each(number)])
 
     def each(self, number: int) -> AsyncGenerator[Part]:
         """One continuation as it is drawn."""
         drawn = self.drawing.nth(number, len(self.ids))
         return parts(self._gateway, self._model, self.ids, drawn, self._deadline)
+
+    def all_together(self) -> AsyncGenerator[tuple[int, Part]]:
+        """Every one with its number, as they are drawn."""
+        return drawn_together(self._gateway, [self.each(number) for number in range(self.n)])
 
     async def at_ids(self, before: Sequence[int], part: Part) -> npt.NDArray[np.float32] | None:
         """The log-probabilities of ``logprob_token_ids`` at each token of a part, [T, ids]."""
@@ -304,8 +325,7 @@ class _Call:
 
     def usage(self, drawn: int) -> dict[str, int]:
         """Tokens read and drawn."""
-        read = len(self.ids)
-        return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+        return tokens_used(len(self.ids), drawn)
 
     def head(self, **fields: Any) -> dict[str, Any]:
         """What answers and chunks have in common."""
@@ -369,18 +389,17 @@ async def _chunks(call: _Call) -> AsyncGenerator[dict[str, Any]]:
     """A stream's events."""
     options = call.body.stream_options
     told = options is not None and bool(options.include_usage)
-    always = told and options is not None and bool(options.continuous_usage_stats)
+    in_each = options is not None and options.in_each
     drawn: list[list[int]] = [[] for _ in range(call.n)]
     first = True
-    sources = [(number, call.each(number)) for number in range(call.n)]
-    async with aclosing(merged(sources)) as found:
+    async with aclosing(call.all_together()) as found:
         async for index, part in found:
             at_ids = await call.at_ids(drawn[index], part)
             drawn[index] += part.token_ids
             chunk = call.head(choices=[call.choice(index, part, at_ids)], usage=None)
             if first and call.body.return_token_ids:
                 chunk["prompt_token_ids"] = call.ids
-            if always:
+            if in_each:
                 chunk["usage"] = call.usage(len(drawn[index]))
             first = False
             yield chunk

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
+
+from lmpool.gateway.unread import Shelf
 
 T = TypeVar("T")
 
-AHEAD: Final = 64
-"""Parts that are held for a slow reader."""
+TOGETHER: Final = 64
+"""Parts that are taken from who has them already before others have their turn."""
 
 
 async def gathered(asked: Sequence[Awaitable[T]]) -> list[T]:
@@ -26,35 +28,36 @@ async def gathered(asked: Sequence[Awaitable[T]]) -> list[T]:
 
 async def merged(
     sources: Sequence[tuple[int, AsyncGenerator[T]]],
+    shelf: Shelf[tuple[int, T]],
+    turns: asyncio.Semaphore,
 ) -> AsyncGenerator[tuple[int, T]]:
-    """What numbered sources bring, as it comes."""
-    if len(sources) == 1:
-        number, only = sources[0]
-        async with aclosing(only):
-            async for part in only:
-                yield number, part
-        return
-    queue: asyncio.Queue[Any] = asyncio.Queue(AHEAD)
+    """What numbered sources bring, as it comes, each in its turn.
+
+    They are read on whatever becomes of what they brought: that waits on the shelf.
+    """
 
     async def read(number: int, source: AsyncGenerator[T]) -> None:
-        async with aclosing(source):
+        async with turns, aclosing(source):
             async for part in source:
-                await queue.put((number, part))
+                shelf.put((number, part))
+                if len(shelf) % TOGETHER == 0:
+                    await asyncio.sleep(0)  # of what is there at once others shall not wait for all
 
     async def read_all() -> None:
         try:
             await gathered([read(number, source) for number, source in sources])
         except Exception as error:
-            await queue.put(error)
+            shelf.end(error)
         else:
-            await queue.put(None)
+            shelf.end()
 
     reading = asyncio.create_task(read_all())
+    shelf.begin(reading.cancel)
     try:
-        while (found := await queue.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        while (found := await shelf.take()) is not None:
+            yield found[0]
     finally:
+        shelf.end()
+        shelf.clear()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)

@@ -120,8 +120,12 @@ def observe(gateway: Gateway, app: App, routes: Iterable[BaseRoute]) -> Requests
     return requests
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: HttpRequest) -> Response:
     """This gateway's metrics, as Prometheus reads them."""
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    try:
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    except (TypeError, ValueError):  # a version that is none
+        encode, media_type = choose_encoder("")
     return Response(encode(gateway_of(request).registry), headers={"content-type": media_type})

@@ -37,6 +37,7 @@ class ModelList(Answer):
     data: list[ModelCard]
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", responses=responses(401, 408, 413, 429, 500, 503), tags=["openai"])
 async def models(request: HttpRequest) -> ModelList:
     """The models that can be asked now, and their adapters.
@@ -59,6 +60,7 @@ async def models(request: HttpRequest) -> ModelList:
     return ModelList(data=cards)
 
 
+@router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get(
     "/v1/models/{model:path}",
     responses=responses(401, 404, 408, 413, 429, 500, 503),

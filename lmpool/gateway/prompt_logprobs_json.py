@@ -367,19 +367,16 @@ def completion_logprobs(
     logprobs: Logprobs,
     top: TopLogprobs | None = None,
     as_ids: bool = False,
-    offset: int = 0,
+    offsets: Sequence[int] = (),
 ) -> bytes:
     """The ``logprobs`` of a completion: of `token_ids` [T] with `logprobs` [T], nan where there is
     none (null), such as an echoed prompt's first token, and the likeliest, [T, k].
 
     In ``top_logprobs`` a token's own number is among the likeliest, and of tokens with one text the
-    largest counts. ``text_offset`` sums the lengths of the texts in characters, from `offset` on.
-    `as_ids` has ``token_id:N`` for texts.
+    largest counts. `offsets` is its ``text_offset``. `as_ids` has ``token_id:N`` for texts.
     """
     texts = texts_of(words, as_ids)
     tokens = [texts.text(token) for token in token_ids.tolist()]
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    offsets = offset + np.cumsum(lengths) - lengths
     numbers: list[bytes] = []
     objects: list[bytes] = []
     scored = ScoredTokens(token_ids, logprobs, top)
@@ -396,7 +393,7 @@ def completion_logprobs(
     return b"".join(
         [
             b'{"text_offset":',
-            orjson.dumps(offsets, option=orjson.OPT_SERIALIZE_NUMPY),
+            orjson.dumps(list(offsets)),
             b',"token_logprobs":[',
             b",".join(numbers),
             b'],"tokens":[',

@@ -28,11 +28,13 @@ MAX_HINT_TOKENS: Final = 16
 Id = Annotated[int, Field(ge=0, le=MAX_ID, json_schema_extra={"format": TOKEN_ID})]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 """The first wrong one says enough: of millions, what is said of each would fill the memory."""
+MAX_PROMPTS: Final = 65_536
+"""Of a request, whatever a gateway takes."""
 Prompts: TypeAlias = (
     str
     | Ids
-    | Annotated[list[str], Field(fail_fast=True)]
-    | Annotated[list[Ids], Field(fail_fast=True)]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 )
 """A text or its token ids, or a list of either."""
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -52,6 +54,11 @@ class StreamOptions(Request):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+    @property
+    def in_each(self) -> bool:
+        """Whether every chunk tells its usage, so far, which is asked for beside that of all."""
+        return bool(self.include_usage) and bool(self.continuous_usage_stats)
 
 
 class SamplingRequest(Request):

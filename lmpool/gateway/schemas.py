@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.checks import quoted
+from lmpool.gateway.aside import aside
 
 
 class Request(BaseModel):
@@ -39,13 +43,48 @@ class Usage(Answer):
 
 EXACT: Final = 2.0**53
 """Up to it a float is an integer that a client may have meant."""
+SMALL_BODY: Final = 1 << 16
+"""Bytes that are read without leaving the event loop to others."""
 
 
 class _JsonRequest(HttpRequest):
     """A request whose 1.0 is an integer too, as JSON's schemas have it."""
 
+    _made: Any = None
+    """What a large body is, once it was read."""
+    _wrong: json.JSONDecodeError | None = None
+
     async def json(self) -> Any:
+        """The body, or what was made of a large one."""
+        if self._wrong is not None:
+            raise self._wrong
+        return self._read(await self.body()) if self._made is None else self._made
+
+    async def read_aside(self, shape: TypeAdapter[Any]) -> None:
+        """Make of a large body what the route takes, beside the event loop: FastAPI, which is given
+        that, leaves it as it is. Raises `RequestValidationError`."""
         body = await self.body()
+        if len(body) <= SMALL_BODY or not self._is_json():
+            return
+        try:
+            self._made = await aside(self._shaped, body, shape)
+        except json.JSONDecodeError as error:
+            self._wrong = error  # FastAPI says what it is
+
+    def _shaped(self, body: bytes, shape: TypeAdapter[Any]) -> Any:
+        with _nothing_collected():
+            try:
+                return shape.validate_python(self._read(body), from_attributes=True)  # as FastAPI
+            except ValidationError as error:
+                found = error.errors(include_url=False, include_input=False)
+                every = [{**each, "loc": ("body", *each["loc"])} for each in found]
+                raise RequestValidationError(every) from None
+
+    def _is_json(self) -> bool:
+        media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return media.startswith("application/") and media.endswith(("/json", "+json"))
+
+    def _read(self, body: bytes) -> Any:
         try:
             return json.loads(body, parse_float=_number)
         except (ValueError, RecursionError) as error:
@@ -65,6 +104,19 @@ class _JsonRequest(HttpRequest):
         return "a number has too many digits"
 
 
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Nothing of what is read is garbage, and a collector would look through it again and again:
+    it takes most of the time of millions of lists, and holds up all threads."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:  # of several at once the first one turns it on again
+            gc.enable()
+
+
 def _number(text: str) -> int | float:
     found = float(text)
     return int(found) if found.is_integer() and abs(found) <= EXACT else found
@@ -76,8 +128,13 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         """As FastAPI makes it, for such a request."""
         handler = super().get_route_handler()
+        taken: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        shape: TypeAdapter[Any] | None = None if taken is None else TypeAdapter(taken)
 
         async def handle(request: HttpRequest) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive))
+            read = _JsonRequest(request.scope, request.receive)
+            if shape is not None:
+                await read.read_aside(shape)
+            return await handler(read)
 
         return handle

@@ -10,10 +10,10 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from lmpool.gateway.app import create_app
 from lmpool.gateway.door import ABORT, ENDING, GRACE, STALL
@@ -22,6 +22,9 @@ from lmpool.gateway.options import GatewayOptions
 from lmpool.insistence import Insistence
 from lmpool.listening import cannot_listen
 from lmpool.tracing import set_up
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES: Final = 65_536
 MOST_FRAMING: Final = 16
@@ -37,6 +40,9 @@ UNREADABLE: Final = (
 SEND_BYTES: Final = 1 << 18
 """Of an answer that the system holds for a reader: of more it would not be seen for minutes that a
 slow one reads at all."""
+AHEAD: Final = 16
+"""Requests of a connection that wait for the answers of those before them, and have
+`MAX_HEAD_BYTES`."""
 BACKLOG: Final = 2048
 """Connections that wait to be taken."""
 FILES: Final = 16_384
@@ -67,6 +73,10 @@ class _Protocol(HttpToolsProtocol):
     """Of a head, what may be the beginning of a mark."""
     _head: int | None = None
     """Bytes of a head that is arriving."""
+    _waiting = b""
+    """What came behind a request that waits for the last one's answer: it is read after that. The
+    connection is not left unread meanwhile, as nobody would see then that its caller hangs up."""
+    _answering: RequestResponseCycle | None = None
     _beside = _body = 0
     """Bytes of a body, and those that came behind a head and are none of a body."""
 
@@ -83,6 +93,10 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
         self._taken()
+        answering = self._answering
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True  # uvicorn tells the latest request alone
+            answering.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -100,6 +114,11 @@ class _Protocol(HttpToolsProtocol):
             self._unread = None
 
     def data_received(self, data: bytes) -> None:
+        if self.pipeline:
+            self._waiting += data
+            if len(self._waiting) > MAX_HEAD_BYTES:
+                self.transport.abort()
+            return
         if self._head is not None:
             self._head += len(data)
         else:
@@ -142,18 +161,26 @@ class _Protocol(HttpToolsProtocol):
         self._beside -= len(body)
         self._body += len(body)
         super().on_body(body)
+        if self.pipeline and len(self.cycle.body) > MAX_HEAD_BYTES:
+            self.transport.abort()  # uvicorn would leave the connection unread
 
     def on_response_complete(self) -> None:
+        ended = self.cycle.response_complete and self.cycle.more_body
         super().on_response_complete()
-        if self.cycle.more_body:
+        if ended:
             self.transport.close()  # answered, and its body has not ended
+        elif self._waiting and not self.pipeline and not self.transport.is_closing():
+            waiting, self._waiting = self._waiting, b""
+            self.data_received(waiting)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
-        last: Any = self.cycle  # None before the first
-        if last is not None and not last.response_complete:
-            # uvicorn would tell of a caller who hangs up to this request alone.
+        if len(self.pipeline) >= AHEAD:
             self.transport.abort()
-            raise ValueError("a request before the last one's answer")
+            raise ValueError("too many requests before the last one's answer")
         super().on_message_begin()
         self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self.scope[ENDING] = self._ending  # type: ignore[typeddict-unknown-key]
@@ -164,6 +191,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end()
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()
 
     def _begin(self) -> None:
         self._head = 0

@@ -17,6 +17,7 @@ from lmpool.errors import LmpoolError, PoolBusy, PoolMismatch
 from lmpool.gateway.errors import ApiError, of_pool
 from lmpool.gateway.options import GatewayOptions
 from lmpool.gateway.pools import Model, Pools
+from lmpool.gateway.unread import UNREAD_BYTES, Unread
 from lmpool.producer.deadline import Deadline
 
 T = TypeVar("T")
@@ -89,6 +90,9 @@ class Gateway:
         self.options = options
         self.pools = Pools(options)
         self.room = Room(options.max_in_flight)
+        self.unread = Unread()
+        self.held = Room(2 * UNREAD_BYTES)
+        """Bytes of binary answers, for those that streams have asked for and not told."""
         self.registry = CollectorRegistry()
         """What `/metrics` shows."""
 
@@ -127,9 +131,11 @@ class Gateway:
                 pause = min(2 * pause, BUSY_PAUSE[1])
 
     @asynccontextmanager
-    async def places(self, count: int, patience: Deadline) -> AsyncIterator[None]:
-        """Room for so many prompts. Raises `ApiError`."""
-        held = self.room.hold(count, patience.left())
+    async def places(
+        self, count: int, patience: Deadline, room: Room | None = None
+    ) -> AsyncIterator[None]:
+        """Room for so many prompts, or of another kind. Raises `ApiError`."""
+        held = (room or self.room).hold(count, patience.left())
         try:
             await held.__aenter__()
         except TimeoutError:
@@ -157,7 +163,7 @@ class Gateway:
     ) -> list[Any]:
         """The answers to pairs of a prompt and a want, in their order. Raises `ApiError`.
 
-        `within`: of who has room already, and would wait for himself.
+        `within`: of who streams, one at a time, and would wait for room again with every part.
         """
         given = [Ask(ids, want, lora_name=model.lora_name) for ids, want in asks]
 
@@ -172,7 +178,10 @@ class Gateway:
         begin: Callable[[float | None], AsyncIterator[T]],
         deadline: Deadline,
     ) -> AsyncGenerator[T]:
-        """What `begin` brings piece by piece, waiting for room as `asked` does."""
+        """What `begin` brings piece by piece, waiting for room as `asked` does.
+
+        It has its place until it ends: who reads it takes what comes at once, for whomever.
+        """
         patience = Deadline(self._patience(deadline))
         async with self.places(1, patience):
             pause = BUSY_PAUSE[0]
@@ -193,6 +202,11 @@ class Gateway:
                     raise self.answer_to(model, error) from None
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, BUSY_PAUSE[1])
+
+    def turns(self) -> asyncio.Semaphore:
+        """For what one request asks one by one: so many at once as may have room, as what waits
+        for another of its own request is not to be told that there was none."""
+        return asyncio.Semaphore(self.options.max_in_flight)
 
     def patience(self, deadline: Deadline) -> Deadline:
         """Until when a request of this deadline waits for room."""

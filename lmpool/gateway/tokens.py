@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import orjson
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from lmpool.gateway.aside import aside
 from lmpool.gateway.chat import ChatTurns, chat_ids
 from lmpool.gateway.errors import ASKING
+from lmpool.gateway.responding import respond
 from lmpool.gateway.sampling import Ids
 from lmpool.gateway.schemas import Answer, JsonRoute, Request
 from lmpool.gateway.state import gateway_of
+from lmpool.gateway.words import Words
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
@@ -54,8 +58,8 @@ class Detokenized(Answer):
     prompt: str
 
 
-@router.post("/tokenize", responses=ASKING)
-async def tokenize(body: TokenizeText | TokenizeChat, request: HttpRequest) -> Tokenized:
+@router.post("/tokenize", responses={**ASKING, 200: {"model": Tokenized}}, response_class=Response)
+async def tokenize(body: TokenizeText | TokenizeChat, request: HttpRequest) -> Response:
     """The token ids of a text or of a conversation."""
     gateway = gateway_of(request)
     model = await gateway.model(body.model, gateway.deadline())
@@ -64,17 +68,26 @@ async def tokenize(body: TokenizeText | TokenizeChat, request: HttpRequest) -> T
         ids = await words.encode(body.prompt, body.add_special_tokens is not False)
     else:
         ids = await chat_ids(model, body)
-    texts = None
-    if body.return_token_strs:
-        texts = await aside(lambda: [words.text(token) for token in ids])
     longest = model.info.max_prompt_tokens
-    return Tokenized(count=len(ids), max_model_len=longest, tokens=ids, token_strs=texts)
+    content = await aside(_tokenized, words, ids, longest, bool(body.return_token_strs))
+    return await respond(request, content, "application/json")
 
 
-@router.post("/detokenize", responses=ASKING)
-async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Detokenized:
+def _tokenized(words: Words, ids: list[int], longest: int, texts: bool) -> bytes:
+    """The answer as JSON."""
+    strings = [words.text(token) for token in ids] if texts else None
+    return orjson.dumps(
+        {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
+    )
+
+
+@router.post(
+    "/detokenize", responses={**ASKING, 200: {"model": Detokenized}}, response_class=Response
+)
+async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
     """The text of token ids, special tokens included."""
     gateway = gateway_of(request)
     model = await gateway.model(body.model, gateway.deadline())
     model.check_ids(body.tokens, "tokens")
-    return Detokenized(prompt=await aside(model.words.decode, body.tokens))
+    content = await aside(lambda: orjson.dumps({"prompt": model.words.decode(body.tokens)}))
+    return await respond(request, content, "application/json")

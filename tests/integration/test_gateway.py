@@ -108,6 +108,16 @@ def test_text_is_read_as_the_models_tokenizer_reads_it(
     assert asked(http, "/detokenize", tokens=found["tokens"])["prompt"] == "<s>" + TEXT
 
 
+def test_many_token_ids_are_compressed_for_who_accepts_it(http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"prompt": "a b " * 9000, "return_token_strs": True})
+    assert answer.headers["content-encoding"] == "gzip"
+    found = answer.json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    back = http.post("/detokenize", json={"tokens": found["tokens"]})
+    assert back.headers["content-encoding"] == "gzip"
+    assert back.json()["prompt"] == "<s>" + "a b " * 9000
+
+
 # --- completions --------------------------------------------------------------------------------
 
 
@@ -132,6 +142,53 @@ def test_what_is_drawn_is_what_the_pool_draws(
     }
     assert choice["logprobs"] is None
     assert choice["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        ("/v1/completions", {"prompt": [[1, 5, 9], [1, 7]]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_each_chunk_tells_the_usage_of_its_choice_so_far_where_that_is_asked_for(
+    http: httpx.Client, path: str, asks: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**asks, "n": 2, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    *chunks, last = events(http, path, **body, seed=1, stream_options=options)
+    drawn: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        index = choice["index"]
+        drawn[index] = drawn.get(index, 0) + len(choice.get("token_ids", ()))
+        read[index] = chunk["usage"]["prompt_tokens"]
+        assert chunk["usage"]["completion_tokens"] == drawn[index]
+        assert chunk["usage"]["total_tokens"] == read[index] + drawn[index]
+    assert set(drawn.values()) == {6}
+    assert last["usage"]["completion_tokens"] == sum(drawn.values())
+    assert last["usage"]["prompt_tokens"] == sum(read.values()) / 2  # once, whatever n
+    # Alone it asks for nothing, as in vLLM.
+    alone = {"continuous_usage_stats": True}
+    assert not any("usage" in each for each in events(http, path, **body, stream_options=alone))
+
+
+def test_offsets_point_into_the_text_that_is_told(http: httpx.Client) -> None:
+    body = {
+        "prompt": "5 € is 日本 x",
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 3,
+        "temperature": 0,
+    }
+    (choice,) = asked(http, **body)["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert (tokens[0], offsets[:2]) == ("<s>", [0, 0])  # which the text is without
+    for token, offset in zip(tokens[1:], offsets[1:], strict=True):
+        there = choice["text"][offset:]
+        assert there.startswith(token) or "\ufffd" in token or token == "</s>"
+    assert "\ufffd" in tokens
 
 
 def test_choices_come_prompt_by_prompt_and_each_has_its_seed(

@@ -172,9 +172,10 @@ def test_without_texts_and_without_scores() -> None:
     ]
     assert prompt_logprobs(nameless, [0], None) == b"[null]"
     nothing = np.full(2, np.nan, np.float32)
-    found = json.loads(completion_logprobs(nameless, np.array([0, 4], np.int32), nothing))
+    ids = np.array([0, 4], np.int32)
+    found = json.loads(completion_logprobs(nameless, ids, nothing, offsets=[0, 0]))
     assert found == {
-        "text_offset": [0, 10],
+        "text_offset": [0, 0],
         "token_logprobs": [None, None],
         "tokens": ["token_id:0", "token_id:4"],
         "top_logprobs": [None, None],
@@ -184,7 +185,7 @@ def test_without_texts_and_without_scores() -> None:
 
 
 def completion_reference(
-    texts: list[str], token_ids: Any, logprobs: Any, top: TopLogprobs | None, offset: int
+    texts: list[str], token_ids: Any, logprobs: Any, top: TopLogprobs | None, offsets: list[int]
 ) -> dict[str, Any]:
     """The `logprobs` of completions, by plain objects."""
     tokens = [sound(texts[token]) for token in token_ids]
@@ -203,7 +204,7 @@ def completion_reference(
                 found[other] = max(found.get(other, IMPOSSIBLE), plain(each), IMPOSSIBLE)
         likeliest.append(found)
     return {
-        "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
+        "text_offset": offsets,
         "token_logprobs": numbers,
         "tokens": tokens,
         "top_logprobs": likeliest,
@@ -219,10 +220,11 @@ def test_completions_logprobs_are_those_of_plain_objects(
     ids, logprobs, top = np.array(token_ids[1:], np.int32), scores.logprobs.copy(), None
     logprobs[[at for at in unknown if at < len(ids)]] = np.nan
     top = scores.top_logprobs
-    data = completion_logprobs(words(texts), ids, logprobs, top, as_ids, offset)
+    offsets = list(range(offset, offset + len(ids)))
+    data = completion_logprobs(words(texts), ids, logprobs, top, as_ids, offsets)
     if as_ids:
         texts = [f"token_id:{i}" for i in range(len(texts))]
-    expected = completion_reference(texts, token_ids[1:], logprobs, top, offset)
+    expected = completion_reference(texts, token_ids[1:], logprobs, top, offsets)
     found = json.loads(data)
     assert as_float32(found) == json.loads(json.dumps(expected))
     # Whether a token is the likeliest is told by equality.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any
@@ -168,6 +169,109 @@ def test_no_error_is_told_in_the_midst_of_an_answer() -> None:
     assert b"begun" in answer
     assert b"error" not in answer
     assert b"400" not in answer
+
+
+class Held:
+    """Answers with the path and body of a request once it may, and says what it has been asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.gone: list[bytes] = []
+        self.changed = asyncio.Event()
+        self.may = asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        said = scope["path"].encode() + body
+        self._say(self.asked, said)
+        gone, may = asyncio.create_task(receive()), asyncio.create_task(self.may.acquire())
+        await asyncio.wait((gone, may), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            self._say(self.gone, said)
+        gone.cancel()
+        may.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"[" + said + b"]"})
+
+    def _say(self, where: list[bytes], said: bytes) -> None:
+        where.append(said)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def post(path: str, body: bytes) -> bytes:
+    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
+        path.encode(), len(body), body,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [0, 20, 60, 100, 150, 190, 1000])
+def test_requests_that_come_before_the_last_ones_answer_are_answered_in_their_order(
+    cut: int,
+) -> None:
+    """However they come: the first wait for nothing of what is behind them."""
+    sent = post("/a", b"A" * 9) + post("/b", b"B" * 9) + b"GET /c HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def test() -> bytes:
+        app, answer = Held(), b""
+        async with serving(app) as (caller, _):
+            loop = asyncio.get_running_loop()
+            caller.setblocking(False)
+            await loop.sock_sendall(caller, sent[:cut])
+            await asyncio.sleep(0.002)
+            await loop.sock_sendall(caller, sent[cut:])
+            async with asyncio.timeout(60):
+                for number in range(1, 4):
+                    await app.until(lambda: len(app.asked) == number)  # noqa: B023
+                    app.may.release()
+                    while b"]" not in answer[answer.rfind(b"HTTP/1.1") :] or (
+                        answer.count(b"]") < number
+                    ):
+                        answer += await loop.sock_recv(caller, 4096)
+        assert app.gone == []
+        return answer
+
+    answer = asyncio.run(test())
+    assert re.findall(rb"\[.*?\]", answer) == [b"[/aAAAAAAAAA]", b"[/bBBBBBBBBB]", b"[/c]"]
+
+
+def test_a_request_behind_another_hides_no_hang_up() -> None:
+    async def test() -> None:
+        app = Held()
+        async with serving(app) as (caller, _):
+            caller.sendall(post("/a", b"A") + post("/b", b"B") + post("/c", b"C" * 1000)[:200])
+            await app.until(lambda: app.asked == [b"/aA"])
+            caller.close()
+            await app.until(lambda: app.gone == [b"/aA"])
+        assert app.asked == [b"/aA"]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "much", [b"GET / HTTP/1.1\r\n\r\n" * 100, post("/", b"x" * 300_000)], ids=["many", "long"]
+)
+def test_more_than_may_wait_behind_a_request_ends_the_connection(much: bytes) -> None:
+    async def test() -> None:
+        app = Held()
+        async with serving(app) as (caller, _):
+            caller.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(caller, post("/a", b"A"))
+            await app.until(lambda: app.asked == [b"/aA"])
+            with suppress(ConnectionError):
+                await loop.sock_sendall(caller, post("/b", b"B") + much)
+            await app.until(lambda: app.gone == [b"/aA"])
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("more", ["", "Connection: close\r\n"])

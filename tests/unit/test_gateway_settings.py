@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lmpool.gateway import serve as serve_module
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.settings import (
     GATEWAY_PREFIX,
+    ClientOptions,
     GatewaySettings,
     WorkerOptions,
     pool_addresses,
@@ -130,8 +132,35 @@ def test_an_option_comes_before_its_variable_and_that_before_the_usual(
     assert gateway(option(name), in_option).exit_code == 0
     assert come_of(served, what) == of_option
     monkeypatch.setenv(variable(name), "")
+    if name in GatewaySettings.never_empty:
+        return
     assert gateway().exit_code == 0
     assert come_of(served, what) == usual
+
+
+@pytest.mark.parametrize("name", GatewaySettings.never_empty)
+@pytest.mark.parametrize("form", [str.upper, str.lower])
+def test_an_empty_variable_of_what_keeps_others_out_is_refused(
+    name: str, form: Callable[[str], str], served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(form(variable(name)), "")
+    for command in (["gateway"], ["page"]):
+        told = CliRunner().invoke(app, command, env={"COLUMNS": "500"})
+        assert (told.exit_code, served) == (2, [])
+        assert told.stderr.startswith(f"error: {variable(name)}='': empty")
+        assert "unset it" in told.stderr
+    # What the command line says comes before it.
+    assert gateway(option(name), "/keys").exit_code == 0
+    assert come_of(served, name) == Path("/keys")
+
+
+def test_what_keeps_others_out_is_known_by_its_name() -> None:
+    """One more such setting is to be refused where it is empty, too."""
+    told = ("key", "password", "secret", "token", "tls", "ssl", "auth")
+    for options in (ClientOptions, WorkerOptions, GatewaySettings):
+        names = {name for name in options.model_fields if set(told) & {*name.split("_")}}
+        names |= {name for name in options.model_fields if name.endswith("_keys")}
+        assert names - {"key_requests"} == {*options.never_empty}
 
 
 @pytest.mark.parametrize(("name", "value", "remedy"), BAD, ids=[f"{n}={v}" for n, v, _ in BAD])

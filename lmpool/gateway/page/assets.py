@@ -55,7 +55,7 @@ router = APIRouter(include_in_schema=False)
 
 
 async def _asset(request: HttpRequest) -> Response:
-    asset = _ASSETS[request.url.path]
+    asset = _ASSETS[request.scope["path"]]  # the URL is of a Host that may be none
     headers = {**HEADERS, "etag": asset.tag}
     if request.headers.get("if-none-match") == asset.tag:
         return Response(status_code=304, headers=headers)

@@ -52,7 +52,7 @@ class Letters(Request):
     """Dead letters, by their names."""
 
     pool: str | None = Field(None, max_length=512)
-    names: Annotated[list[Name], Field(min_length=1, max_length=SHOWN_LETTERS)]
+    names: Annotated[list[Name], Field(min_length=1, max_length=SHOWN_LETTERS, fail_fast=True)]
 
 
 class LivePage:

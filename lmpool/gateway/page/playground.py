@@ -42,7 +42,9 @@ class Asked(Request):
     pool: str | None = Field(None, max_length=512)
     adapter: str | None = Field(None, max_length=512)
     text: Annotated[str, Field(max_length=MOST_CHARACTERS)]
-    appended: Annotated[list[Id], Field(default_factory=list, max_length=MOST_APPENDED)]
+    appended: Annotated[
+        list[Id], Field(default_factory=list, max_length=MOST_APPENDED, fail_fast=True)
+    ]
 
 
 class NextTokens(Asked):

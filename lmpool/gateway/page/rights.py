@@ -42,7 +42,7 @@ def check_caller(request: HttpRequest) -> None:
     if request.method != "POST":
         return
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+    if origin is not None and not _is_of(origin, host):
         raise ApiError(403, "another site asks this: open the gateway's own page")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send 'Content-Type: application/json'")
@@ -76,6 +76,14 @@ def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
+        return False
+
+
+def _is_of(origin: str, host: str) -> bool:
+    """Whether an origin is that of a host."""
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # as of brackets around what is no address
         return False
 
 
