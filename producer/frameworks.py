@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -110,7 +111,7 @@ class _Torch:
 
     def _import(self) -> None:
         try:
-            import torch  # noqa: F401
+            importlib.import_module("torch")
         except Exception as error:  # whatever stands in the way of its libraries
             raise SettingsError(
                 f"torch cannot be imported ({said(error)}): write framework='numpy'"
