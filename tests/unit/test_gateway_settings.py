@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 import lmpool
 from lmpool.cli import app
 from lmpool.errors import SettingsError
+from lmpool.exit_status import EXIT_REFUSED
 from lmpool.gateway import serve as serve_module
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.settings import (
@@ -146,7 +147,7 @@ def test_an_empty_variable_of_what_keeps_others_out_is_refused(
     monkeypatch.setenv(form(variable(name)), "")
     for command in (["gateway"], ["page"]):
         told = CliRunner().invoke(app, command, env={"COLUMNS": "500"})
-        assert (told.exit_code, served) == (2, [])
+        assert (told.exit_code, served) == (EXIT_REFUSED, [])
         assert told.stderr.startswith(f"error: {variable(name)}='': empty")
         assert "unset it" in told.stderr
     # What the command line says comes before it.
