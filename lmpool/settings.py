@@ -65,8 +65,11 @@ SEVERAL_HOSTS: Final[dict[str, tuple[type[Sentinels] | type[Cluster], str]]] = {
 """Who reads the URLs of these schemes, and how they are written."""
 URLS: Final = ("url", "control_url")
 """Settings that may hold a password."""
-SECRET: Final = ("token", "password", "secret", "key")
-"""What the names of engines' options have in them that nobody is shown."""
+SECRET: Final = {"token", "password", "passwd", "secret", "key", "apikey", "credentials"}
+"""The words in the names of engines' options that nobody is shown: `hf_token` has one, and
+`max_num_batched_tokens` and `tokenizer` none."""
+_SECRETS: Final = {f"{word}s" for word in SECRET}
+"""Names of several."""
 URL_OPTIONS = ("db", "username", "password", "health_check_interval")
 TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
@@ -74,22 +77,43 @@ TLS_OPTIONS = (
 )  # fmt: skip
 _SHOWN: Final = {*URL_OPTIONS, *TLS_OPTIONS} - {"password"}
 """Options of a URL that are no secret: under any other name there may be a password."""
+_OPTION: Final = re.compile(r"([?&]([^=&#]*)=)[^&#]*")
 _VALUES: Final = {
     "ssl_cert_reqs": ("none", "optional", "required"),
-    "ssl_check_hostname": ("true", "false", "True", "False", "yes", "no", "1", "0"),
+    "ssl_check_hostname": (
+        *("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0"),
+        *("True", "False", "Yes", "No", "TRUE", "FALSE", "YES", "NO", "T", "F", "Y", "N"),
+    ),
 }
-"""What TLS options may say."""
+"""What TLS options may say, as redis-py reads it."""
 
 
 def mask_url(url: str) -> str:
     """`url` with its password as ``***``, fit for logs and messages, even where it is malformed."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    rest = re.sub(r"([?&]([^=&#]*)=)[^&#]*", _masked_option, rest)
+    place, mark, query = rest.partition("?")
+    behind = "@" in query and "=" in query.rpartition("@")[0]  # an option's value, it seems
+    if behind and not _is_query(place, query):
+        return f"{scheme}{separator}***"  # of a password, or of an option: who knows which
     # Up to the last @: a password may hold what should have been escaped.
-    login, at, address = rest.rpartition("@")
-    if at and ":" in login:
-        rest = f"{login.partition(':')[0]}:***@{address}"
-    return scheme + separator + rest
+    login, at, address = (place if behind else rest).rpartition("@")
+    if ":" in login:
+        login = f"{login.partition(':')[0]}:***"
+    address += mark + query if behind else ""
+    return scheme + separator + login + at + re.sub(_OPTION, _masked_option, address)
+
+
+def _is_query(place: str, query: str) -> bool:
+    """Whether options stand behind a server's place, with an @ in none but what is masked."""
+    options = [option.partition("=") for option in query.split("&")]
+    return (
+        ("@" in place or not re.search(r":(?!\d*(/|$))", place))
+        and "#" not in query
+        and all(
+            equals and "@" not in name and not ("@" in value and name in _SHOWN)
+            for name, equals, value in options
+        )
+    )
 
 
 def _masked_option(found: re.Match[str]) -> str:
@@ -124,11 +148,13 @@ def mask_secrets(value: Any, *, secret: bool = False) -> Any:
 
 def mask_text(text: str) -> str:
     """Options as they are written, of which it is not known what is secret: all or nothing."""
-    return "***" if _is_secret(text) else text
+    names = re.findall(r"[\w-]+", text)
+    return "***" if "://" in text or any(map(_is_secret, names)) else text
 
 
-def _is_secret(text: str) -> bool:
-    return any(word in text.lower() for word in SECRET)
+def _is_secret(name: str) -> bool:
+    name = name.lower()
+    return name in _SECRETS or not SECRET.isdisjoint(re.split(r"[^a-z0-9]+|_", name))
 
 
 def place_of(url: str) -> str:

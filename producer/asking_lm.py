@@ -140,9 +140,14 @@ class AskingLM(AnsweringLM[RowT_co], Generic[RowT_co]):
         names = {ask.lora_name for ask in given if is_text(ask.lora_name)}
         conversions = Conversions(self._framework)
         _, answers = await self._answers(make, names, options, conversions)
-        left = iter(conversions.whole(answers))
         if not self._framework.is_there and any(isinstance(each, EncodedRow) for each in answers):
-            await self._with_framework(options)
+            try:
+                await self._with_framework(options)
+            except LmpoolError as error:
+                if not options.keeps_errors:
+                    raise
+                answers = [error if isinstance(each, EncodedRow) else each for each in answers]
+        left = iter(conversions.whole(answers))
         return [self._given(bad[n] if n in bad else next(left), n) for n in range(len(given))]
 
     async def ask_iter(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+import os
+import threading
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,17 @@ it is anything."""
 RowT_co = TypeVar("RowT_co", covariant=True, default="TorchRows")
 """What rows are. ``framework="auto"`` means torch to a type checker: it checks what runs where
 torch is installed; whoever runs without torch writes ``framework="numpy"`` to have rows checked."""
+
+
+_importing: Final = threading.RLock()
+"""Held while torch is imported in a thread of ours: a process that forked then could never import
+it, as Python's own lock of the module would be held in it by nobody."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_importing.acquire,
+        after_in_parent=_importing.release,
+        after_in_child=_importing.release,
+    )
 
 
 class Framework(Protocol[RowT_co]):
@@ -102,16 +115,19 @@ class _Torch:
     def __init__(self) -> None:
         self._blocks = Blocks()
         self.is_there = False
-        self._loading: Future[None] | None = None
+        self._loading: tuple[int, Future[None]] | None = None
+        """That of a process."""
 
     def load(self) -> Future[None]:
-        if self._loading is None:
-            self._loading = in_thread(self._import, "lmpool-torch")
-        return self._loading
+        loading = self._loading
+        if loading is None or loading[0] != os.getpid():  # a fork has not the thread
+            loading = self._loading = os.getpid(), in_thread(self._import, "lmpool-torch")
+        return loading[1]
 
     def _import(self) -> None:
         try:
-            importlib.import_module("torch")
+            with _importing:
+                importlib.import_module("torch")
         except Exception as error:  # whatever stands in the way of its libraries
             raise SettingsError(
                 f"torch cannot be imported ({said(error)}): write framework='numpy'"

@@ -48,7 +48,7 @@ async def merged(
             await gathered([read(number, source) for number, source in sources])
         except Exception as error:
             shelf.end(error)
-        else:
+        finally:
             shelf.end()
 
     reading = asyncio.create_task(read_all())

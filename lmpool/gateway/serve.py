@@ -143,6 +143,12 @@ class _Protocol(HttpToolsProtocol):
         head = head.removesuffix(self._begun)
         return _UPGRADE.sub(b"\r\nX-Other:", head) + end + rest
 
+    def _unsupported_upgrade_warning(self) -> None:
+        if self.pipeline:  # it waits for the last one's answer, and its body is lost
+            self.transport.abort()
+        else:
+            super()._unsupported_upgrade_warning()
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP as all errors are, where nothing else is being answered."""
         last: Any = self.cycle  # None before the first

@@ -37,6 +37,6 @@ def prompt_offsets(words: Words, ids: Sequence[int], text: str) -> list[int]:
         hidden = token in words.special and not text.startswith(words.text(token), offsets.here)
         found.append(offsets.here if hidden else offsets.told(token))
     # Some tokenizers put a blank before a text, which becomes a part of its first token.
-    if offsets.here == len(text) + 1 and not text.startswith(" "):
+    if offsets.here == len(text) + 1:
         found = [max(0, at - 1) for at in found]
     return found

@@ -88,14 +88,16 @@ def _of_index(folder: Path) -> tuple[int, str] | None:
 def _of_files(folder: Path) -> tuple[int, str] | None:
     """Without an index: of ``model.safetensors``, or of the one model that there is.
 
-    Some folders have the same weights a second time, as ``consolidated.safetensors``.
+    Some folders have the same weights a second time, as ``consolidated.safetensors``, or in parts.
     """
     sizes: dict[str, int] = {}
     for file in filter(Path.is_file, folder.glob("*.safetensors")):
-        name = _SHARD.sub("", file.stem)
-        sizes[name] = sizes.get(name, 0) + file.stat().st_size
-    name = "model" if "model" in sizes or len(sizes) != 1 else next(iter(sizes))
-    return (sizes[name], "*.safetensors") if name in sizes else None
+        name = _SHARD.sub(" in parts", file.stem)
+        if not name.startswith("adapter"):
+            sizes[name] = sizes.get(name, 0) + file.stat().st_size
+    first = ("model", "model in parts", *(sizes if len(sizes) == 1 else ()))
+    size = next((sizes[name] for name in first if name in sizes), None)
+    return None if size is None else (size, "*.safetensors")
 
 
 def _parameters(config: Mapping[str, Any], shape: Shape) -> tuple[int | None, str]:

@@ -134,8 +134,12 @@ def _members(given: TokenSet, size: int, name: str) -> npt.NDArray[np.bool_]:
 
 
 def _may_be_ids(words: npt.NDArray[np.int32], size: int) -> bool:
-    """Whether these could be ids that some answer has, of which there happen to be as many."""
-    return bool(words.min() >= 0 and words.max() < size and np.unique(words).size == words.size)
+    """Whether these could be ids that some answer has, of which there happen to be as many.
+
+    Of a mask most words are 0, or some are larger than any id, or negative.
+    """
+    some = 2 * int(np.count_nonzero(words)) > words.size
+    return some and bool(words.min() >= 0 and words.max() < size)
 
 
 def _mask_words(given: Any) -> npt.NDArray[np.int32] | None:

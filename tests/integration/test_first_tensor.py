@@ -131,3 +131,31 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     assert "torch cannot be imported" in late
     assert "torch_is" in late
     assert "framework='numpy'" in late
+
+
+FORKING = (
+    BLOCKING.partition("    threading.Timer")[0]
+    + """
+    import os, time
+    from lmpool.wants import Row, Top
+
+    first, last = lm.sync.ask_many([([1], Top(1)), ([1], Row())], errors="return", timeout=0.5)
+    while not hasattr(first, "token_ids"):  # a busy worker was late
+        first, last = lm.sync.ask_many([([1], Top(1)), ([1], Row())], errors="return", timeout=0.5)
+    print(type(first).__name__, type(last).__name__, last.index, flush=True)
+    threading.Timer(0.3, torch_is["may"].set).start()
+    child = os.fork()
+    if not child:
+        try:
+            print(lm.sync.next_token_logprobs([1], timeout=60)[0], flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+"""
+)
+
+
+def test_a_process_that_forks_meanwhile_has_torch_too(tmp_path: Path) -> None:
+    _, kept, found = run(tmp_path, FORKING)
+    assert kept == "TopLogprobs PoolTimeout 1"  # what is there is not thrown away
+    assert found == "tensor"

@@ -119,8 +119,13 @@ def test_weights_are_counted_once(tmp_path: Path) -> None:
     assert read_model(file).weights_bytes == 700
     for path in tmp_path.glob("model-*"):
         path.unlink()
-    # Either may be it.
+    assert read_model(file).weights_bytes == 699
+    files(tmp_path, another=5)  # either may be it
     assert read_model(file).weights_from == "estimated from config.json"
+    (tmp_path / "another.safetensors").unlink()
+    (tmp_path / "consolidated.safetensors").unlink()  # an adapter alone is no model
+    assert read_model(file).weights_from == "estimated from config.json"
+    files(tmp_path, consolidated=699)
     (tmp_path / "adapter_model.safetensors").unlink()
     assert read_model(file).weights_bytes == 699
 

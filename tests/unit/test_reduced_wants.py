@@ -252,6 +252,7 @@ BAD_DRAWS: list[tuple[dict[str, Any], str]] = [
     ({"allowed": mask([1])[None, None]}, r"allowed of shape \(1, 1, 10\)"),
     ({"allowed": np.stack([mask([1])] * 2)}, r"allowed of shape \(2, 10\)"),
     ({"allowed": np.arange(10, dtype=np.int32)}, r"may be token ids or.*shape \(1, 10\)"),
+    ({"allowed": np.array([7, 7, 0, 3, 9, 0, 250, 11, 11, 0], np.int32)}, "may be token ids or"),
     ({"excluded": torch.arange(290, 300, dtype=torch.int32)}, "excluded.*may be token ids"),
     ({"allowed": range(10**12)}, "allowed of more than 300 ids"),
     ({"excluded": [VOCAB]}, "excluded: token id 300"),

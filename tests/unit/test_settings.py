@@ -260,6 +260,12 @@ SECRET = "s3cret"
         ("redis://:s3cret@h:1/0", "redis://:***@h:1/0"),
         ("redis://u:s3cret@h:1/0", "redis://u:***@h:1/0"),
         ("redis://u:s3cret@[::1]:1/0", "redis://u:***@[::1]:1/0"),
+        ("redis://:s3cret&k=v@h/0", "redis://:***@h/0"),
+        ("redis://u:s3cret?x=1@h:1/0", "redis://***"),
+        ("redis://h?password=s3@cret&db=1", "redis://h?password=***&db=1"),
+        ("redis://h?pass=s3@cret", "redis://h?pass=***"),
+        ("redis://h?db=s3@cret", "redis://***"),
+        ("redis://:s3cret@h?auth=s3cret&db=1", "redis://:***@h?auth=***&db=1"),
         ("redis://h:1/0?password=s3cret&db=1", "redis://h:1/0?password=***&db=1"),
         ("redis://h:1/0?db=1&password=s3cret", "redis://h:1/0?db=1&password=***"),
         ("redis://h?pass=s3cret&username=u", "redis://h?pass=***&username=u"),
@@ -286,7 +292,11 @@ def test_passwords_are_masked(url: str, shown: str) -> None:
     assert mask_url(url) == shown
 
 
-@given(password=st.text(min_size=1, max_size=12))
+@given(
+    password=st.text(min_size=1, max_size=12)
+    | st.text("?&=@:/#x1", min_size=1, max_size=12)
+    | st.sampled_from(["&=", "?=", "?x=1", "?db=1@x", "?password=@", "@?db=1@", "?a&db=@"])
+)
 def test_whatever_the_password_it_is_masked(password: str) -> None:
     secret = SECRET + password + SECRET
     for url in (
