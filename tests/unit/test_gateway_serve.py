@@ -243,6 +243,34 @@ def test_requests_that_come_before_the_last_ones_answer_are_answered_in_their_or
     assert re.findall(rb"\[.*?\]", answer) == [b"[/aAAAAAAAAA]", b"[/bBBBBBBBBB]", b"[/c]"]
 
 
+@pytest.mark.parametrize("cut", [1, 60, 1000])
+def test_an_offer_of_another_protocol_before_the_last_ones_answer_loses_no_body(cut: int) -> None:
+    """It is answered as what it is, or the connection ends."""
+    offer = post("/b", b"B" * 9).replace(b"Host:", b"Upgrade: h2c\r\nConnection: Upgrade\r\nHost:")
+    assert offer.count(b"h2c") == 1
+    sent = post("/a", b"A" * 9) + offer + post("/c", b"C" * 9)
+
+    async def test() -> bytes:
+        app, answer = Held(), b""
+        for _ in range(3):
+            app.may.release()
+        async with serving(app) as (caller, _):
+            loop = asyncio.get_running_loop()
+            caller.setblocking(False)
+            with suppress(ConnectionError):
+                await loop.sock_sendall(caller, sent[:cut])
+                await asyncio.sleep(0.002)
+                await loop.sock_sendall(caller, sent[cut:])
+                async with asyncio.timeout(60):
+                    while answer.count(b"]") < 3 and (part := await loop.sock_recv(caller, 4096)):
+                        answer += part
+        return answer
+
+    right = [b"[/aAAAAAAAAA]", b"[/bBBBBBBBBB]", b"[/cCCCCCCCCC]"]
+    found = re.findall(rb"\[.*?\]", asyncio.run(test()))
+    assert found == right[: len(found)]
+
+
 def test_a_request_behind_another_hides_no_hang_up() -> None:
     async def test() -> None:
         app = Held()

@@ -77,6 +77,7 @@ def test_what_is_no_text_has_a_place_of_its_own() -> None:
         ([BOS, THE, QUICK, EOS], " The quick", [0, 0, 4, 10]),
         ([BOS, THE, QUICK], "The quick", [0, 0, 3]),  # a blank that the text has not
         ([BOS, BOS, ord("a")], "<s>a", [0, 3, 3]),
+        ([ord(" "), THE, QUICK], " The quick", [0, 0, 4]),  # nor that, where it begins with one
     ],
 )
 def test_a_prompts_offsets_are_those_of_its_text(
