@@ -156,7 +156,7 @@ def test_a_session_has_one_server_which_ends_with_it(suite: Suite, server_binary
     suite.write(test_server=SERVER)
     done = suite.attempt()
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
-    assert "PoolTimeout" in done.stdout
+    assert "answers were not there after 0.1 s" in done.stdout  # whichever side saw it first
     assert len(set((suite.folder / "urls").read_text().split())) == 1
     assert_nothing_left(suite)
 
