@@ -154,7 +154,7 @@ def mask_text(text: str) -> str:
 
 def _is_secret(name: str) -> bool:
     name = name.lower()
-    return name in _SECRETS or not SECRET.isdisjoint(re.split(r"[^a-z0-9]+|_", name))
+    return name in _SECRETS or not SECRET.isdisjoint(re.split(r"[^a-z0-9]+", name))
 
 
 def place_of(url: str) -> str:
