@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lmpool.errors import SettingsError
-from lmpool.settings import mask_secrets
+from lmpool.masking import mask_secrets
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 

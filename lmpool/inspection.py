@@ -46,8 +46,9 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer import connect
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
 from lmpool.server import get_string, greet, is_lost, refuse_node, understood
+from lmpool.server_url import mask_url
 from lmpool.servers import Servers
-from lmpool.settings import ClientOptions, mask_url
+from lmpool.settings import ClientOptions
 from lmpool.slots import SLOTS
 
 REPUBLISHED_IN: Final = 2.0

@@ -36,8 +36,9 @@ from lmpool.producer.statistics import (
 from lmpool.queues import ShardQueues, StreamQueue, answers_of
 from lmpool.registry import Change
 from lmpool.server import ANSWER_TIMEOUT, get_string, greet, is_lost, understood
+from lmpool.server_url import mask_url
 from lmpool.servers import Servers
-from lmpool.settings import ClientOptions, mask_url
+from lmpool.settings import ClientOptions
 
 __all__ = ["ModelView", "NodeView", "PoolView", "PoolViewer", "QueueView"]
 

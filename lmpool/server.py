@@ -27,7 +27,7 @@ from lmpool.errors import (
     ServerUnreachable,
 )
 from lmpool.replies import BoundedParser, Parser
-from lmpool.settings import mask_url
+from lmpool.server_url import mask_url
 
 logger = logging.getLogger(__name__)
 

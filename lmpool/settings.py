@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Unpack
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import AfterValidator, ByteSize, FailFast, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from lmpool.address import CLUSTER_SCHEMES, SENTINEL_SCHEMES, Cluster, Sentinels
 from lmpool.affinity import BLOCK_TOKENS, BLOCKS
 from lmpool.arguments import (
     AllClientArguments,
@@ -33,17 +30,15 @@ from lmpool.config_file import ConfigFile, read_config
 from lmpool.errors import SettingsError
 from lmpool.keys import Priority, check_pool_name
 from lmpool.logs import LogFormat, LogLevel
+from lmpool.masking import mask_secrets, mask_text
 from lmpool.model_info import MAX_LANES, MAX_SHARDS
+from lmpool.server_url import check_url, mask_url
 
 __all__ = [
     "ClientOptions",
     "GatewaySettings",
     "Priority",
     "WorkerOptions",
-    "check_url",
-    "mask_secrets",
-    "mask_text",
-    "mask_url",
     "pool_addresses",
     "refuse_unknown_variables",
     "settings_of",
@@ -52,186 +47,8 @@ __all__ = [
 
 PREFIX: Final = "LMPOOL_"
 GATEWAY_PREFIX: Final = "LMPOOL_GATEWAY_"
-SCHEMES = ("redis", "rediss", "unix", *SENTINEL_SCHEMES, *CLUSTER_SCHEMES)
-SEVERAL_HOSTS: Final[dict[str, tuple[type[Sentinels] | type[Cluster], str]]] = {
-    **dict.fromkeys(
-        SENTINEL_SCHEMES,
-        (Sentinels, "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]"),
-    ),
-    **dict.fromkeys(
-        CLUSTER_SCHEMES, (Cluster, "redis+cluster://[user:password@]host:port[,host:port...]")
-    ),
-}
-"""Who reads the URLs of these schemes, and how they are written."""
 URLS: Final = ("url", "control_url")
 """Settings that may hold a password."""
-SECRET: Final = {"token", "password", "passwd", "secret", "key", "apikey", "credentials"}
-"""The words in the names of engines' options that nobody is shown: `hf_token` has one, and
-`max_num_batched_tokens` and `tokenizer` none."""
-_SECRETS: Final = {f"{word}s" for word in SECRET}
-"""Names of several."""
-URL_OPTIONS = ("db", "username", "password", "health_check_interval")
-TLS_OPTIONS = (
-    "ssl_ca_certs", "ssl_ca_data", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname",
-    "ssl_keyfile",
-)  # fmt: skip
-_SHOWN: Final = {*URL_OPTIONS, *TLS_OPTIONS} - {"password"}
-"""Options of a URL that are no secret: under any other name there may be a password."""
-_OPTION: Final = re.compile(r"([?&]([^=&#]*)=)[^&#]*")
-_VALUES: Final = {
-    "ssl_cert_reqs": ("none", "optional", "required"),
-    "ssl_check_hostname": (
-        *("true", "false", "yes", "no", "t", "f", "y", "n", "1", "0"),
-        *("True", "False", "Yes", "No", "TRUE", "FALSE", "YES", "NO", "T", "F", "Y", "N"),
-    ),
-}
-"""What TLS options may say, as redis-py reads it."""
-
-
-def mask_url(url: str) -> str:
-    """`url` with its password as ``***``, fit for logs and messages, even where it is malformed."""
-    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    place, mark, query = rest.partition("?")
-    behind = "@" in query and "=" in query.rpartition("@")[0]  # an option's value, it seems
-    if behind and not _is_query(place, query):
-        return f"{scheme}{separator}***"  # of a password, or of an option: who knows which
-    # Up to the last @: a password may hold what should have been escaped.
-    login, at, address = (place if behind else rest).rpartition("@")
-    if ":" in login:
-        login = f"{login.partition(':')[0]}:***"
-    address += mark + query if behind else ""
-    return scheme + separator + login + at + re.sub(_OPTION, _masked_option, address)
-
-
-def _is_query(place: str, query: str) -> bool:
-    """Whether options stand behind a server's place, with an @ in none but what is masked."""
-    options = [option.partition("=") for option in query.split("&")]
-    return (
-        ("@" in place or not re.search(r":(?!\d*(/|$))", place))
-        and "#" not in query
-        and all(
-            equals and "@" not in name and not ("@" in value and name in _SHOWN)
-            for name, equals, value in options
-        )
-    )
-
-
-def _masked_option(found: re.Match[str]) -> str:
-    return found[0] if found[2] in _SHOWN else f"{found[1]}***"
-
-
-def mask_secrets(value: Any, *, secret: bool = False) -> Any:
-    """A value of settings as JSON has it, without what is secret in it.
-
-    Below a name that says so, and where it is `secret` itself, no text is shown: tokens may be in a
-    list. Numbers are none.
-    """
-    match value:
-        case dict():
-            return {
-                name: mask_secrets(each, secret=secret or _is_secret(str(name)))
-                for name, each in value.items()
-            }
-        case tuple() | list():
-            return [mask_secrets(each, secret=secret) for each in value]
-        case None | bool() | int() | float():
-            return value
-        case _ if secret:
-            return "***"
-        case str() if "://" in value:
-            return " ".join(map(mask_url, value.split(" ")))
-        case Path():
-            return str(value)
-        case _:
-            return value
-
-
-def mask_text(text: str) -> str:
-    """Options as they are written, of which it is not known what is secret: all or nothing."""
-    names = re.findall(r"[\w-]+", text)
-    return "***" if "://" in text or any(map(_is_secret, names)) else text
-
-
-def _is_secret(name: str) -> bool:
-    name = name.lower()
-    return name in _SECRETS or not SECRET.isdisjoint(re.split(r"[^a-z0-9]+", name))
-
-
-def place_of(url: str) -> str:
-    """`url` without user, password and options: what others may see of it."""
-    scheme, separator, rest = mask_url(url).partition("://")
-    return scheme + separator + rest.rpartition("@")[2].partition("?")[0].rstrip("/")
-
-
-def check_url(url: str) -> str:
-    """`url` itself, or `SettingsError` if it is no server's address."""
-    shown = mask_url(url)
-    if "%00" in url:
-        raise SettingsError(f"url={shown!r} has a null character: leave %00 out")
-    remedy = (
-        "write redis://[user:password@]host:port/db, rediss://... (TLS), unix:///path?db=0, "
-        "redis+sentinel://host:port/service/db or redis+cluster://host:port"
-    )
-    scheme, separator, _ = url.partition("://")
-    if separator and scheme in SEVERAL_HOSTS:
-        kind, form = SEVERAL_HOSTS[scheme]
-        try:
-            known = kind.parse(url)
-        except ValueError as error:
-            raise SettingsError(f"url={shown!r}: {error}; write {form}") from None
-        for host, _ in known.hosts:
-            _check_host(host, shown, remedy)
-        _check_url_options(url, shown, known.tls, remedy)
-        return url
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        # The message of urlsplit may quote the password.
-        reason = "its port is no number from 0 to 65535" if "ort" in str(error) else "malformed"
-        raise SettingsError(f"url={shown}: {reason}; {remedy}") from None
-    if not separator:
-        raise SettingsError(f"url={shown!r} has no scheme; {remedy}")
-    if scheme not in SCHEMES:  # as it is written: urlsplit drops blanks and makes letters small
-        raise SettingsError(f"url={shown!r}: unknown scheme {scheme!r:.60}; {remedy}")
-    _check_url_options(url, shown, scheme == "rediss", remedy)
-    if scheme == "unix":
-        if not parts.path:
-            raise SettingsError(f"url={shown!r} names no socket; {remedy}")
-        if parts.hostname:
-            raise SettingsError(f"url={shown!r} names a host beside a socket: write unix:///path")
-        return url
-    if not parts.hostname or port == 0:
-        raise SettingsError(f"url={shown!r} names no host and port; {remedy}")
-    _check_host(unquote(parts.hostname), shown, remedy)
-    database = parts.path.lstrip("/")
-    if database and not database.isdigit():
-        raise SettingsError(f"url={shown!r}: its database is no number; {remedy}")
-    return url
-
-
-def _check_host(host: str, shown: str, remedy: str) -> None:
-    try:
-        host.encode("idna")  # as it is looked up
-    except UnicodeError:
-        raise SettingsError(f"url={shown!r}: its host is no name of one; {remedy}") from None
-
-
-def _check_url_options(url: str, shown: str, tls: bool, remedy: str) -> None:
-    known = URL_OPTIONS + (TLS_OPTIONS if tls else ())
-    query = url.partition("?")[2].partition("#")[0]
-    for name, value in parse_qsl(query, keep_blank_values=True):
-        if name not in known:
-            # Behind a "?" in a password that is not percent-encoded stands the rest of it.
-            what = "unknown options" if "@" in query else f"unknown option {name!r:.60}"
-            raise SettingsError(
-                f"url={shown!r}: {what}; there are {', '.join(known)}"
-                + ("; percent-encode a password's characters" if "@" in query else "")
-            )
-        if name in ("db", "health_check_interval") and not value.isdecimal():
-            raise SettingsError(f"url={shown!r}: {name} is no number; {remedy}")
-        if value not in _VALUES.get(name, (value,)):
-            raise SettingsError(f"url={shown!r}: {name} is one of {', '.join(_VALUES[name])}")
 
 
 def _check_control_url(url: str) -> str:

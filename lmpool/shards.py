@@ -29,8 +29,8 @@ from lmpool.liveness import LIFE_MS, living, signs_of_life
 from lmpool.model_info import MAX_LANES, MAX_SHARDS, ModelInfo
 from lmpool.scripts import ScriptsMissing, script
 from lmpool.server import explained, get_string, greet, understood
+from lmpool.server_url import mask_url
 from lmpool.servers import Servers
-from lmpool.settings import mask_url
 
 __all__ = ["PoolShards", "ShardView", "change", "look"]
 

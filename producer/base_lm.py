@@ -27,8 +27,9 @@ from lmpool.producer.served_model import ServedModel, ServedModels
 from lmpool.producer.statistics import PoolStatistics, pool_statistics, workers_in
 from lmpool.producer.tokens import ByteToken, Tokenizer, encode_conversation
 from lmpool.producer.waits import Future
+from lmpool.server_url import mask_url
 from lmpool.servers import Servers
-from lmpool.settings import ClientOptions, mask_url
+from lmpool.settings import ClientOptions
 from lmpool.token_ids import TokenIds, listed, packed
 from lmpool.vocabulary import Vocabulary
 

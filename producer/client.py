@@ -39,8 +39,9 @@ from lmpool.producer.session import Session, closed
 from lmpool.producer.waits import Future
 from lmpool.rows import EncodedRow
 from lmpool.server import get_string, greet
+from lmpool.server_url import mask_url
 from lmpool.servers import Servers
-from lmpool.settings import ClientOptions, mask_url
+from lmpool.settings import ClientOptions
 from lmpool.wants import Answer, Digest, OfRow
 from lmpool.wire import Job
 

@@ -12,7 +12,8 @@ from lmpool.errors import AdapterError, LmpoolError, NoWorkers, PoolError, PoolT
 from lmpool.producer.blocking import in_thread, result
 from lmpool.producer.deadline import Deadline
 from lmpool.server import understood
-from lmpool.settings import ClientOptions, mask_url, place_of
+from lmpool.server_url import mask_url, place_of
+from lmpool.settings import ClientOptions
 
 if TYPE_CHECKING:
     from lmpool.producer.control_jobs import Alive, ControlJobs

@@ -61,8 +61,8 @@ from lmpool.server import (
     senseless,
     understood,
 )
+from lmpool.server_url import mask_url
 from lmpool.servers import Servers
-from lmpool.settings import mask_url
 from lmpool.wants import Digest
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,9 @@ from lmpool.neighbours import Neighbourhood
 from lmpool.row_ring import SPARE
 from lmpool.rows import ENTRY_BYTES, LARGE
 from lmpool.server import ANSWER_TIMEOUT, explained, greet
+from lmpool.server_url import mask_url, place_of
 from lmpool.servers import Servers
-from lmpool.settings import WorkerOptions, mask_url, place_of
+from lmpool.settings import WorkerOptions
 from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
 from lmpool.worker.batching import Batcher, Delivery

@@ -14,11 +14,11 @@ from lmpool.cli.options import AsJson
 from lmpool.cli.terminal import escape, json_text, lines
 from lmpool.config_file import VARIABLE, read_config
 from lmpool.errors import SettingsError
+from lmpool.masking import mask_secrets
 from lmpool.settings import (
     ClientOptions,
     GatewaySettings,
     WorkerOptions,
-    mask_secrets,
     refuse_unknown_variables,
     settings_of,
     variable_of,

@@ -49,7 +49,8 @@ def doctor(
 
 def _pool_is_good(url: str | None, pool: str | None, as_json: bool, console: Console) -> bool:
     from lmpool.inspection import diagnose
-    from lmpool.settings import ClientOptions, mask_url
+    from lmpool.server_url import mask_url
+    from lmpool.settings import ClientOptions
 
     options = ClientOptions(url=url, pool=pool)
     shown_url = mask_url(options.url)

@@ -11,7 +11,8 @@ import typer
 
 from lmpool.cli.setting_options import is_json, option, parameter
 from lmpool.errors import SettingsError
-from lmpool.settings import WorkerOptions, mask_text
+from lmpool.masking import mask_text
+from lmpool.settings import WorkerOptions
 
 _WHERE: Final = "Where they run"
 _WHAT: Final = "Settings (each is also an LMPOOL_* variable)"

@@ -22,7 +22,7 @@ from lmpool import PooledLM
 from lmpool.errors import NoWorkers, PoolBusy, PoolTimeout, PromptError, ServerUnreachable
 from lmpool.integrations.continuing import Continued, check_stops, continue_text
 from lmpool.producer.blocking import run_blocking
-from lmpool.settings import mask_url
+from lmpool.server_url import mask_url
 from lmpool.wants import FinishReason, Generate, Score, TextScores, TopLogprobs
 
 try:

@@ -24,7 +24,8 @@ from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM
 from lmpool.producer.adapters import check_lora_name, check_new_name
 from lmpool.server import understood
-from lmpool.settings import WorkerOptions, check_url, mask_url
+from lmpool.server_url import check_url, mask_url
+from lmpool.settings import WorkerOptions
 from lmpool.testing.answers import F32, Answers, Asked, Call, Failure, Meant, Set
 from lmpool.testing.engine import AnsweringEngine
 from lmpool.testing.given import Answered, meant_and_set, meant_by, row_with

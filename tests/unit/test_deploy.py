@@ -22,11 +22,11 @@ from lmpool.address import Cluster
 from lmpool.cli import app
 from lmpool.cluster_diagnosis import SLOW_FAILOVER
 from lmpool.config_file import ConfigFile
+from lmpool.server_url import check_url
 from lmpool.settings import (
     ClientOptions,
     GatewaySettings,
     WorkerOptions,
-    check_url,
     refuse_unknown_variables,
     settings_of,
 )

@@ -14,15 +14,9 @@ from lmpool.address import connection_pool
 from lmpool.backends.options import check_types
 from lmpool.cli.worker import read_options
 from lmpool.errors import SettingsError
-from lmpool.settings import (
-    ClientOptions,
-    WorkerOptions,
-    check_url,
-    mask_secrets,
-    mask_url,
-    place_of,
-    refuse_unknown_variables,
-)
+from lmpool.masking import mask_secrets
+from lmpool.server_url import check_url, mask_url, place_of
+from lmpool.settings import ClientOptions, WorkerOptions, refuse_unknown_variables
 
 Options = type[ClientOptions] | type[WorkerOptions]
 
