@@ -429,6 +429,7 @@ class Sender:
             session.troubles[number] = now, f", whose shard {number} was away"
             if now - outage.since >= session.options.reconnect_timeout:
                 outage.claims.clear()  # whoever asks from now on is told at once
+                outage.withdrawn.clear()  # nobody is there to be told
                 self._give_up(number, now - outage.since)
 
     def _claimed(self, number: int, outage: Outage) -> list[Flight]:

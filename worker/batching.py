@@ -139,7 +139,9 @@ class Batcher:
         """Take jobs in again that were taken and have to wait, before all others."""
         with self._lock:
             for job in reversed(jobs):
-                if job.is_batch_priority:
+                if job.settled is not None:
+                    self._alone.appendleft(job)
+                elif job.is_batch_priority:
                     self._batch_priority.appendleft(job)
                 else:
                     self._interactive.appendleft(job)

@@ -64,14 +64,17 @@ class Heartbeat:
         self._tally = Tally(shards, status) if tally is None else tally
         self._joining = {shard.prefix for shard in shards}
         """Shards whose bounds this worker has yet to say."""
+        self.expects: Sequence[str] = ()
+        """Keys of the pool that are to be there, and that nobody else makes anew."""
 
     def beat(self, servers: Servers) -> list[str]:
         """Renew once, publish the model info again where it is none, and mend what was damaged.
 
-        Returns the keys that were. Whether the pool has moved to other shards or lanes is told to
-        `on_moved`, again and again.
+        Returns the keys that were, and those that are to be there and are not. Whether the pool has
+        moved to other shards or lanes is told to `on_moved`, again and again.
         """
         value = self._status.heartbeat(self._homes.lanes())
+        missing: list[str] = []
         for shard in self._shards:
             servers.apart([shard], partial(self._beat_in, shard, value))
         try:
@@ -79,14 +82,16 @@ class Heartbeat:
             served = script("serve")(server, self._pool, self._serves)
             if served == 0:
                 self._compare(server)
-            elif served == 2:
-                self._mend_info(server)
+            else:
+                if served == 2:
+                    self._mend_info(server)
+                missing += [key for key in self.expects if not servers.for_key(key).exists(key)]
         except (redis.exceptions.RedisError, OSError) as error:
             if not (servers.fails_apart and is_lost(error)):
                 raise
             logger.debug("what is served could not be said: %s", error)
         self._status.metrics.beat_at = time.monotonic()
-        return mend(servers, self._shards, self._info, self._homes, self._joining)
+        return missing + mend(servers, self._shards, self._info, self._homes, self._joining)
 
     def _mend_info(self, server: Server) -> None:
         """Publish the model info again where nobody can read what is there."""

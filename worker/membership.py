@@ -247,22 +247,26 @@ def _check_same(
     )
 
 
-def publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
-    """Put tokenizer and byte vocabulary where clients find them, unless they are there.
+def publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> bool:
+    """Put tokenizer and byte vocabulary where clients find them, unless they are there. Whether the
+    engine has them, as far as it was asked.
 
     Not while their node is away and others are served: it comes back with them, or without the
     pool's streams, which are made anew, and then they are.
     """
-    _try(servers, partial(_publish_vocabulary, servers, keys, info, engine))
+    has: list[bool] = []
+    _try(servers, lambda: has.append(_publish_vocabulary(servers, keys, info, engine)))
+    return has != [False]
 
 
-def _publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> None:
+def _publish_vocabulary(servers: Servers, keys: PoolKeys, info: ModelInfo, engine: Engine) -> bool:
     key = keys.vocabulary(info.fingerprint8)
     server = servers.for_key(key)
     if get_string(server, key) is not None:
-        return
+        return True
     tokens = engine.byte_vocabulary()
     if tokens is None:
-        return
+        return False
     files = {n: f for n, f in engine.tokenizer_files().items() if n in TOKENIZER_FILES}
     server.set(key, Vocabulary(tokens, files).pack())
+    return True

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY: Final = 2.0
 FORGOTTEN_MS: Final = 5000
-"""Milliseconds after which an entry of ours that nobody here knows of was forgotten."""
+"""Milliseconds after which an entry of ours that nobody here knows of was forgotten: since it was
+delivered, by the server's clock, or since it was first seen so, as that may have been set back."""
 FORGOTTEN_MOST: Final = 1000
 
 
@@ -64,6 +65,9 @@ class Recovery:
         self._digester = digester
         self._dead_letters = dead_letters
         self._max_deliveries = max_deliveries
+        self._unknown: dict[str, dict[bytes, float]] = {}
+        """Entries that are ours and that nobody here knows of, by stream: since when, on the
+        monotonic clock."""
 
     def run(self) -> None:
         """Look, until the worker stops or has moved to other shards: until `ended` is set."""
@@ -154,14 +158,21 @@ class Recovery:
                 )
             answers = pipeline.execute(raise_on_error=False)
         found: dict[str, list[bytes]] = {}
+        now = time.monotonic()
         for key, pending in zip(keys, answers, strict=True):
             if isinstance(pending, Exception) and is_lost(pending):
                 raise pending
-            found[key] = [
-                item["message_id"]
+            ages = {
+                item["message_id"]: item["time_since_delivered"]
                 for item in (() if isinstance(pending, Exception) else pending)
-                if item["time_since_delivered"] > FORGOTTEN_MS
-                and (key, item["message_id"]) not in self._status.held
+                if (key, item["message_id"]) not in self._status.held
+            }
+            before = self._unknown.get(key, {})
+            since = self._unknown[key] = {entry: before.get(entry, now) for entry in ages}
+            found[key] = [
+                entry
+                for entry, age in ages.items()
+                if max(age, 1000 * (now - since[entry])) > FORGOTTEN_MS
             ]
         return found
 

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -113,6 +114,9 @@ class Service:
         self._mover = Mover(self, self._open)
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
+        self._lasting: list[str] = []
+        """What workers put there once, for clients that come: a full server may evict it."""
+        self._publishing_again: Future[bool] | None = None
 
     def start(self) -> None:
         """Load the engine, join the pool, and serve. Blocks until it does.
@@ -238,7 +242,8 @@ class Service:
         try:
             enter(control, self.keys, info)  # whoever was told to move may have died before
             # Before anybody sees that it is there: it is read at once then.
-            publish_vocabulary(control, self.keys, info, engine)
+            if publish_vocabulary(control, self.keys, info, engine):
+                self._lasting = [self.keys.vocabulary(info.fingerprint8)]
             self._appear(control, seat)
         except BaseException:
             self._end_membership(control, seat)
@@ -259,6 +264,7 @@ class Service:
         self._tally.move(seat.shards)
         intake, recovery = self._intake(seat, engine), self._recovery(seat)
         heartbeat = seat.heartbeat
+        heartbeat.expects = self._lasting
         seat.spawn("heartbeat", lambda: heartbeat.run(seat.left, self._register_again))
         seat.spawn("intake", intake.run)
         seat.spawn("recovery", recovery.run)
@@ -426,10 +432,12 @@ class Service:
 
     def _register_again(self, damaged: list[str]) -> None:
         """Adapters and the layout's name, where the registry or the bounds were damaged, or a shard
-        was away as the pool came into it."""
+        was away as the pool came into it; and the vocabulary, where that is lost."""
         adapters, seat = self.adapters, self.seat
         if adapters is None or self.loop is None or seat is None:
             return
+        if not set(self._lasting).isdisjoint(damaged):
+            self._publish_again(self.loop, seat)
         registries = {shard.adapters for shard in seat.shards}.intersection(damaged)
         bounds = {shard.bounds for shard in seat.shards}.intersection(damaged)
         if registries:
@@ -437,6 +445,15 @@ class Service:
             self.loop.call(adapters.restore)
         elif bounds:  # told at each beat until then
             self._mover.bring_later()
+
+    def _publish_again(self, loop: EngineLoop, seat: Seat) -> None:
+        """Put the vocabulary there once more. Told at each beat until then."""
+        engine, asked = self.engine, self._publishing_again
+        if engine is not None and (asked is None or asked.done()):
+            at_hand = watched(engine, self.status)
+            self._publishing_again = loop.call(
+                lambda: publish_vocabulary(self._control, self.keys, seat.info, at_hand)
+            )
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""

@@ -4,8 +4,9 @@
 -- Nobody is dead until beats have come without a gap for a heartbeat's life: while the server was away
 -- nobody could renew, and what it lost since may have been a heartbeat.
 -- Only a death counts: what a worker forgot itself keeps its number of deliveries.
--- A heartbeat that ends later than its life from now was set before the clock was set back: it gets
--- one life, within which a living worker renews it.
+-- A heartbeat that ends later than its life from now was set before the clock was set back, and one that
+-- never ends was brought back by what restores keys without their lives: it gets one life, within which a
+-- living worker renews it.
 -- KEYS[1] since when the shard has had beats without a gap, the others streams.
 -- ARGV: prefix, group, who asks, a heartbeat's life, then for each stream how many entries of its own it
 --       has forgotten, and their ids
@@ -30,7 +31,7 @@ end
 local function alive(name)
   local key = prefix .. ':alive:' .. name
   local left = redis.call('PTTL', key)
-  if left > life then redis.call('PEXPIRE', key, life) end
+  if left > life or left == -1 then redis.call('PEXPIRE', key, life) end
   return left ~= -2
 end
 

@@ -153,6 +153,16 @@ def test_jobs_that_are_put_back_go_first() -> None:
     assert batcher.room() == 3
 
 
+def test_a_second_delivery_that_is_put_back_runs_alone_all_the_same() -> None:
+    batcher, _ = new(batch_size=4)
+    batcher.add_alone(of_kind(0, alone=True))
+    first = batcher.take()
+    batcher.add([of_kind(1)])
+    batcher.put_back(first)
+    batcher.add_alone(of_kind(2, alone=True))
+    assert [kinds(batcher.take()) for _ in range(3)] == ["i", "a", "a"]
+
+
 def test_closing_returns_what_waited() -> None:
     batcher, _ = new()
     batcher.add([delivery(0), delivery(1)])

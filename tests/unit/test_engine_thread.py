@@ -520,6 +520,27 @@ def test_behind_a_job_whose_adapter_has_no_room_those_of_adapters_wait(
     assert set(map(loop.of, loop.published)) == {(c, "row") for c in (first, second, third, base)}
 
 
+def test_a_job_that_is_run_alone_has_no_company_once_its_adapter_could_be_asked_for(
+    loop: Loop,
+) -> None:
+    company = [loop.delivery(2), loop.delivery(3)]
+
+    def ensure(reference: str, in_use: Collection[str] = ()) -> None:
+        loop.adapters.ensured.append(reference)
+        if len(loop.adapters.ensured) == 1:
+            loop.batcher.add(company)
+            raise redis.exceptions.ConnectionError("the server is away")
+
+    loop.adapters.ensure = ensure  # type: ignore[method-assign]
+    alone = loop.delivery(1, adapter="x@1", alone=True)
+    loop.batcher.add_alone(alone)
+    loop.engine.gate.release(10)
+    loop.start()
+    loop.wait_for(3)
+    digests = [[delivery.job.digest for delivery in batch] for batch in (company, [alone])]
+    assert loop.engine.submitted == digests
+
+
 def test_an_adapter_that_breaks_the_engine_breaks_it(loop: Loop) -> None:
     loop.adapters.refused = {"x@1": EngineBroken("out of memory")}
     loop.batcher.add([loop.delivery(1, adapter="x@1")])

@@ -215,6 +215,23 @@ def test_a_model_info_that_was_lost_is_published_again_and_anothers_is_left(
     assert server.get(keys.serving) == other.mark()
 
 
+def test_what_is_to_be_there_and_is_not_is_told_at_each_beat_while_the_pool_is_its_own(
+    servers: Servers, server: redis.Redis, keys: PoolKeys
+) -> None:
+    heartbeat, expected = new(servers, keys), keys.vocabulary(INFO.fingerprint8)
+    assert expected not in heartbeat.beat(servers)  # an engine may have none
+    heartbeat.expects = [expected]
+    assert expected in heartbeat.beat(servers)
+    assert expected in heartbeat.beat(servers)
+    other = replace(INFO, fingerprint="f" * 32)
+    server.set(keys.info, other.pack())
+    server.set(keys.serving, other.mark())
+    assert expected not in heartbeat.beat(servers)
+    server.delete(keys.info, keys.serving)
+    server.set(expected, b"a vocabulary")
+    assert expected not in heartbeat.beat(servers)
+
+
 @pytest.mark.parametrize("damage", [b"", b"\xff\0", b"\x80", INFO.pack()[:-1]])
 def test_a_model_info_that_nobody_can_read_is_published_again(
     damage: bytes, servers: Servers, server: redis.Redis, keys: PoolKeys

@@ -82,6 +82,16 @@ def test_a_heartbeat_lives_no_longer_when_the_clock_was_set_back(
     until(lambda: reclaim(redis_client, shard) == [b"owner", entry, 2, b"job", pack_job(A)])
 
 
+def test_a_heartbeat_that_lost_its_life_gets_one(
+    redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    Caller(redis_client, shard).enqueue(A)
+    Consumer(redis_client, shard, "owner").read()
+    redis_client.set(shard.alive("owner"), b"")
+    assert reclaim(redis_client, shard) is None  # it may live
+    assert 0 < redis_client.pttl(shard.alive("owner")) <= LIFE_MS  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("since", [None, -60_000, 0, LONG_MS - 30_000, "nonsense"])
 def test_nobody_is_dead_before_the_living_could_renew(
     since: Any, redis_client: redis.Redis, shard: ShardKeys

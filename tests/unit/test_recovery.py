@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
 import redis
 
+from lmpool.connections import OwnWordsPipeline
 from lmpool.keys import GROUP, PRIORITIES, JobStream, Priority, ShardKeys, streams
 from lmpool.liveness import LIFE_MS
 from lmpool.servers import Servers
@@ -343,6 +345,32 @@ def test_what_it_has_forgotten_itself_comes_back_and_what_it_holds_does_not(
     worker.looks_again()
     assert not worker.batcher.alone_is_next()
     assert "took over 1 jobs forgotten here" in caplog.text
+
+
+def test_what_it_has_forgotten_comes_back_where_the_servers_clock_was_set_back_since(
+    start: Start, server: redis.Redis, shards: list[ShardKeys], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the server says of each look that it was delivered at that very moment."""
+    monkeypatch.setattr(recovery_module, "FORGOTTEN_MS", 50)
+    execute = OwnWordsPipeline.execute
+
+    def execute_then(pipeline: Any, raise_on_error: bool = True) -> list[Any]:
+        answers = execute(pipeline, raise_on_error)
+        for held in chain.from_iterable(filter(is_list, answers)):
+            held["time_since_delivered"] = 0
+        return answers
+
+    monkeypatch.setattr(OwnWordsPipeline, "execute", execute_then)
+    stream = shards[1].stream()
+    (forgotten,) = leave_behind(server, shards[1], new_job(1), owner="me")
+    worker = start()
+    delivery = worker.take()
+    assert delivery.place == (stream.key, forgotten)
+    worker.settle(delivery)
+
+
+def is_list(answer: object) -> bool:
+    return isinstance(answer, list)
 
 
 def test_the_same_entry_of_another_stream_is_another(

@@ -325,6 +325,22 @@ def test_what_was_away_before_a_move_says_nothing_of_shards_of_the_same_numbers(
     assert {shard for shard, _ in sender._outages.looked()} == set(session.shards)
 
 
+def test_what_nobody_can_be_told_of_does_not_grow_while_a_shard_stays_away(
+    session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call that is told so withdraws its other prompts."""
+    monkeypatch.setattr(sender._servers, "apart", lambda *_: None)
+    for turn in range(5):
+        call = ask(session, jobs_of(some_prompts(9, 9 * turn)))
+        sender._serve()
+        for _, outage in sender._outages.looked():
+            outage.since = -math.inf
+        sender._look_after_outages()
+        assert isinstance(call.error, ServerUnreachable)
+    kept = [outage.withdrawn for _, outage in sender._outages.looked()]
+    assert sum(map(len, kept)) + len(session.table.withdrawn) <= 9
+
+
 def test_a_shard_that_is_away_is_what_keeps_calls_waiting_until_it_is_back(
     session: Session, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,19 @@ def test_a_worker_that_has_started_is_there_in_every_shard(
     assert {f"lmpool-{name}" for name in expected} <= names
 
 
+def test_a_vocabulary_that_a_full_server_evicted_is_put_there_again(
+    new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
+) -> None:
+    worker = new()
+    worker.start()
+    info, _ = served(server, keys)
+    vocabulary = keys.vocabulary(info.fingerprint8)
+    found = server.get(vocabulary)
+    assert found is not None
+    server.delete(vocabulary)
+    until(lambda: server.get(vocabulary) == found, what="it to be there again")
+
+
 def test_a_worker_that_has_stopped_leaves_the_pool_and_nothing_else(
     new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
 ) -> None:
