@@ -237,6 +237,12 @@ def test_tensors_are_ids() -> None:
     each = Score(token_ids=torch.tensor([[3], [4]])).checked(INFO)
     assert each == Score(token_ids=[[3], [4]]).checked(INFO)
     assert one != each
+    # torch takes a tensor of one number for that number.
+    listed = [torch.tensor([3]), torch.tensor([4])]
+    want = Score(token_ids=listed)
+    listed[0][0] = 5
+    assert want.checked(INFO) == each
+    assert Score(token_ids=[torch.tensor(3), torch.tensor(4)]).checked(INFO) == one
 
 
 # --- what travels ------------------------------------------------------------------------------
