@@ -178,7 +178,7 @@ def test_bad_wants_are_refused(want: Score, said: str) -> None:
     [
         (Score(), [1], "a text of 1 token: nothing stands before the first"),
         (Score(start=3), [1, 2, 3], "start=3 is beyond a text of 3 tokens: write an"),
-        (Score(start=2**80), [1, 2, 3], "is beyond a text of 3 tokens"),
+        (Score(start=2**80), [1, 2, 3], "start=16777215 or more is beyond a text of 3 tokens"),
         (Score(token_ids=[[1], [2]]), [1, 2], "token_ids for 2 positions: 1 expected"),
         (Score(token_ids=[[1]]), [1, 2, 3], "token_ids for 1 positions: 2 expected"),
         (Score(), list(range(10)), "at most 9"),
