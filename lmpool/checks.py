@@ -80,6 +80,14 @@ def as_integer(value: object) -> int | None:
         return None
 
 
+def is_integer(value: object) -> bool:
+    """Whether it is an integer by itself: a tensor with dimensions is a list, even one of one."""
+    try:
+        return not getattr(value, "ndim", 0) and as_integer(value) is not None
+    except Exception:  # of the value's own
+        return False
+
+
 def is_text(value: object) -> TypeGuard[str]:
     """Whether this is a string that can travel: one without lone surrogates."""
     if not isinstance(value, str):

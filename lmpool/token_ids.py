@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer, quoted, said
+from lmpool.checks import as_integer, is_integer, quoted, said
 from lmpool.errors import LmpoolError, PromptError
 
 
@@ -84,7 +84,7 @@ def held(given: Any, most: int, what: str) -> Any:
     that fails.
     """
     found = _held_by_itself(given, most, what)
-    if type(found) in (list, tuple) and len(found) and as_integer(found[0]) is None:
+    if type(found) in (list, tuple) and len(found) and not is_integer(found[0]):
         return type(found)([_held_by_itself(each, most, what) for each in found])
     return found
 

@@ -136,9 +136,10 @@ def _members(given: TokenSet, size: int, name: str) -> npt.NDArray[np.bool_]:
 def _may_be_ids(words: npt.NDArray[np.int32], size: int) -> bool:
     """Whether these could be ids that some answer has, of which there happen to be as many.
 
-    Of a mask most words are 0, or some are larger than any id, or negative.
+    Of a mask most words are 0, or some are larger than any id, or negative; of ids one may be 0.
     """
-    some = 2 * int(np.count_nonzero(words)) > words.size
+    count = int(np.count_nonzero(words))
+    some = 2 * count > words.size or count + 1 == words.size
     return some and bool(words.min() >= 0 and words.max() < size)
 
 

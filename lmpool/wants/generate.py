@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self, TypeAlias, cast
 
 import numpy as np
 
-from lmpool.checks import as_integer, as_number, quoted, said
+from lmpool.checks import as_integer, as_number, is_integer, quoted, said
 from lmpool.errors import AnswerFormatError, JobFormatError, PromptError, PromptFailed
 from lmpool.model_info import ModelInfo
 from lmpool.token_ids import TokenIds, listed, packed
@@ -282,7 +282,7 @@ def _stops(given: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _sequence(given: Any, name: str, vocab_size: int) -> tuple[int, ...]:
-    if as_integer(given) is not None:
+    if is_integer(given):
         raise PromptError(
             f"{name}={quoted(given)}: write a sequence of token ids; stop=[[13]] has one of one"
         )

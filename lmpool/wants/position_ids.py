@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from lmpool.checks import as_integer
+from lmpool.checks import is_integer
 from lmpool.errors import JobFormatError, PromptError
 from lmpool.token_ids import TokenIds, listed, packed
 from lmpool.wants import packing
@@ -89,7 +89,7 @@ def _lists(given: Any) -> Iterable[TokenIds] | None:
     if type(given) not in (list, tuple) or not given:
         return None
     first = given[0]
-    single = as_integer(first) is not None or isinstance(first, (str, float))
+    single = is_integer(first) or isinstance(first, (str, float))
     return None if single or not hasattr(first, "__len__") else cast(Iterable[TokenIds], given)
 
 

@@ -130,9 +130,10 @@ class Score(OfPrompt[TextScores]):
         if tokens < 2:
             return "a text of 1 token: nothing stands before the first, two are needed for a score"
         if self.start >= tokens:
+            more = " or more" if self.start == MAX_K else ""  # it was cut to that
             return (
-                f"start={self.start} is beyond a text of {tokens} tokens: write an integer from 1 "
-                f"to {tokens - 1}"
+                f"start={self.start}{more} is beyond a text of {tokens} tokens: write an integer "
+                f"from 1 to {tokens - 1}"
             )
         count, ids = tokens - self.start, self.token_ids
         if isinstance(ids, PositionIds) and ids.positions != count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -274,6 +274,14 @@ BAD_DRAWS: list[tuple[dict[str, Any], str]] = [
 def test_what_is_no_draw_is_told(bad: dict[str, Any], reason: str) -> None:
     with pytest.raises(PromptError, match=reason):
         Draw(**bad).checked(INFO)
+
+
+@pytest.mark.parametrize(("ids", "size"), [([0, 5], 64), ([5, 0], 33), ([0], 32)])
+def test_what_may_be_ids_of_a_small_vocabulary_is_told(ids: list[int], size: int) -> None:
+    info, words = replace(INFO, vocab_size=size), np.array(ids, np.int32)
+    with pytest.raises(PromptError, match="may be token ids or a packed mask"):
+        Draw(allowed=words).checked(info)
+    assert Draw(allowed=words.astype(np.int64)).checked(info) == Draw(allowed=ids).checked(info)
 
 
 def test_equal_draws_have_one_digest() -> None:

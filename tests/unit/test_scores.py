@@ -178,7 +178,7 @@ def test_bad_wants_are_refused(want: Score, said: str) -> None:
     [
         (Score(), [1], "a text of 1 token: nothing stands before the first"),
         (Score(start=3), [1, 2, 3], "start=3 is beyond a text of 3 tokens: write an"),
-        (Score(start=2**80), [1, 2, 3], "is beyond a text of 3 tokens"),
+        (Score(start=2**80), [1, 2, 3], "start=16777215 or more is beyond a text of 3 tokens"),
         (Score(token_ids=[[1], [2]]), [1, 2], "token_ids for 2 positions: 1 expected"),
         (Score(token_ids=[[1]]), [1, 2, 3], "token_ids for 1 positions: 2 expected"),
         (Score(), list(range(10)), "at most 9"),
@@ -237,6 +237,12 @@ def test_tensors_are_ids() -> None:
     each = Score(token_ids=torch.tensor([[3], [4]])).checked(INFO)
     assert each == Score(token_ids=[[3], [4]]).checked(INFO)
     assert one != each
+    # torch takes a tensor of one number for that number.
+    listed = [torch.tensor([3]), torch.tensor([4])]
+    want = Score(token_ids=listed)
+    listed[0][0] = 5
+    assert want.checked(INFO) == each
+    assert Score(token_ids=[torch.tensor(3), torch.tensor(4)]).checked(INFO) == one
 
 
 # --- what travels ------------------------------------------------------------------------------

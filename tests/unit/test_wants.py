@@ -183,6 +183,13 @@ def test_stop_sequences_of_any_kind_are_the_same() -> None:
         assert generate(stop=kind).checked(INFO).stop == ((3,), (5, 1))
 
 
+def test_a_tensor_of_one_id_is_a_stop_sequence() -> None:
+    torch = pytest.importorskip("torch")
+    assert Generate(4, (), stop=[torch.tensor([3])]).checked(INFO).stop == ((3,),)
+    with pytest.raises(PromptError, match="write a sequence of token ids"):
+        Generate(4, (), stop=[torch.tensor(3)]).checked(INFO)
+
+
 def test_a_seed_counts_up_and_none_is_another_for_each() -> None:
     assert list(generate(seed=3).each(2)) == [generate(seed=3), generate(seed=4)]
     assert list(generate(seed=2**63 - 1).each(2)) == [generate(seed=2**63 - 1), generate(seed=0)]
