@@ -199,8 +199,9 @@ class MockPool:
     ) -> None:
         """Let whoever asks this prompt get `lmpool.errors.PromptFailed` of that `reason`.
 
-        `times` it fails, and then no longer; None: always, until `answer` sets something else. A
-        text and a continuation that go through it fail, too. The rest is as in `answer`.
+        `times` it fails, and then no longer: what was set before holds again. None: always, until
+        `answer` sets something else. A text and a continuation that go through it fail, too. The
+        rest is as in `answer`.
         """
         if not is_text(reason) or not reason:
             raise SettingsError(f"reason={quoted(reason)}: write a text")
