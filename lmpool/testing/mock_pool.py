@@ -18,7 +18,7 @@ import lmpool
 from lmpool.address import is_cluster, is_sentinel
 from lmpool.arguments import ClientArguments
 from lmpool.checks import as_integer, as_number, is_text, quoted
-from lmpool.errors import PoolError, SettingsError
+from lmpool.errors import PoolError, PromptError, SettingsError
 from lmpool.keys import check_pool_name
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM
@@ -304,6 +304,8 @@ class MockPool:
         self._running()
         name = None if lora_name is None else check_lora_name(lora_name)
         asked: Asked = (self._ids(prompt), name)
+        if not asked[0]:
+            raise PromptError("empty prompt: nobody can ask it, write at least one token id")
         self._answers.set(asked, meant, answer)
         if self._answers.calls():  # the pool may keep what it answered before
             self._delete_keys(b":result:")

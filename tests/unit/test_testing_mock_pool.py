@@ -516,6 +516,12 @@ def test_prompts_are_checked(pool: MockPool) -> None:
         pool.answer([1, 256], ROW)
     with pytest.raises(PromptError, match="k=300"):
         pool.answer([1], ROW, want=Top(300))
+    with pytest.raises(PromptError, match="empty prompt"):
+        pool.answer("", ROW)
+    with pytest.raises(PromptError, match="empty prompt"):
+        pool.fail([])
+    with pytest.raises(PromptError, match="empty prompt"):
+        pool.continue_with("", "a")
 
 
 def test_a_pool_that_does_not_run_says_so() -> None:
