@@ -7,6 +7,7 @@ import logging.config
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _WHERE: Final = "What it asks"
 _WHAT: Final = "Settings (each is also an LMPOOL_GATEWAY_* variable)"
+PROBE: Final = 5.0
+"""Seconds in which whoever has a port of this machine takes a connection."""
 
 
 def gateway(pool: list[str] | None, url: str | None, **given: Any) -> None:
@@ -110,13 +113,19 @@ def gateway_key(
     """Make an API key: print it on stderr, and its line for --api-keys on stdout."""
     from lmpool.gateway.keys import line, new_key
 
-    key = sys.stdin.readline().removeprefix("\ufeff").strip() if hash_stdin else new_key()
+    key = _read_key() if hash_stdin else new_key()
     if not key:
         raise SettingsError("no key on standard input: write one in a line")
     written = line(name, key, requests, operator=operator)
     if not hash_stdin:
         errors().print(f"the key, which is shown once: {escape(key)}")
     print(written)
+
+
+def _read_key() -> str:
+    """What is no UTF-8 is left to be refused, whatever the encoding of the terminal."""
+    written = sys.stdin.buffer.readline().decode("utf-8", "surrogateescape")
+    return written.removeprefix("\ufeff").strip()
 
 
 def serve_pool(url: str, pool: str, show: Callable[[str], None]) -> None:
@@ -129,8 +138,10 @@ def serve_pool(url: str, pool: str, show: Callable[[str], None]) -> None:
     from lmpool.gateway.serve import serve
 
     usual = GatewaySettings()
-    with socket.socket() as probe:
-        port = usual.port if probe.connect_ex((usual.host, usual.port)) else 0
+    port = usual.port
+    # A host that there is not, of any family, is refused where it would be listened at.
+    with suppress(OSError), socket.create_connection((usual.host, port), PROBE):
+        port = 0
     serve(GatewayOptions(pools=(PoolAddress(pool, url),)), usual.host, port, show)
 
 

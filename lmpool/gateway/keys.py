@@ -28,6 +28,8 @@ PREFIX: Final = "lmpool-"
 LOOK: Final = 1.0
 """Seconds between two looks whether the file has changed."""
 MAX_FILE_BYTES: Final = 16 << 20
+MAX_REQUESTS: Final = 999_999_999
+"""That a line's bound may be: nine digits."""
 _LINE: Final = re.compile(
     r"(?P<name>[^\s#]\S*)\s+sha256:(?P<hash>[0-9a-fA-F]{64})"
     r"(?:\s+requests=(?P<requests>[1-9]\d{0,8}))?(?P<operator>\s+operator)?"
@@ -59,10 +61,12 @@ def digest(key: bytes) -> bytes:
 
 def line(name: str, key: str, requests: int | None = None, *, operator: bool = False) -> str:
     """The line of a key in the file."""
-    if not re.fullmatch(r"[^\s#]\S*", name):
-        raise SettingsError(f"name={quoted(name)}: write a name without spaces")
+    if not re.fullmatch(r"[^\s#]\S*", name) or not is_text(name):
+        raise SettingsError(f"name={quoted(name)}: write a name in UTF-8, without spaces")
     if not is_text(key):
         raise SettingsError("a key that is no text in UTF-8: write another")
+    if requests is not None and not 1 <= requests <= MAX_REQUESTS:
+        raise SettingsError(f"requests={requests}: write a number from 1 to {MAX_REQUESTS}")
     bound = f" requests={requests}" if requests else ""
     return f"{name} sha256:{digest(key.encode()).hex()}{bound}" + (" operator" if operator else "")
 

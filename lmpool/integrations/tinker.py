@@ -86,6 +86,8 @@ class PoolSampler:
             top = scores.top_logprobs
             for tokens, values in zip(top.token_ids.tolist(), top.logprobs.tolist(), strict=True):
                 found.append(list(zip(tokens, values, strict=True)))
+        else:  # with a k of 0, whose positions have none
+            found += [[] for _ in ids[1:]]
         return found[: len(ids)]
 
     async def _scores(self, ids: list[int], k: int) -> TextScores | None:

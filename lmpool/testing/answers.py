@@ -33,10 +33,11 @@ class Call:
 
 @dataclass(slots=True)
 class Failure:
-    """A prompt that fails, so many `times`, or always."""
+    """A prompt that fails, so many `times`, or always; `after` it holds what was set before."""
 
     reason: str
     times: float = math.inf
+    after: RowSet | Reduced | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,9 +60,14 @@ class Answers:
         self._delay = 0.0
 
     def set(self, asked: Asked, meant: Meant, answer: Set) -> None:
-        """Answer so from now on; what was set for the same before is forgotten."""
+        """Answer so from now on; what was set for the same before is forgotten, but for an answer
+        that a failure only puts off."""
         with self._changed:
-            self._sets.setdefault(asked, {})[meant] = answer
+            sets = self._sets.setdefault(asked, {})
+            if isinstance(answer, Failure):
+                before = sets.get(meant)
+                answer.after = before.after if isinstance(before, Failure) else before
+            sets[meant] = answer
 
     def find(self, asked: Asked, want: Want) -> Set | None:
         """What was set for this want of a prompt, the closest first; None where nothing was.
@@ -78,6 +84,8 @@ class Answers:
                     found.times -= 1
                     if found.times <= 0:
                         del sets[meant]
+                        if found.after is not None:
+                            sets[meant] = found.after
                 return found
         return None
 

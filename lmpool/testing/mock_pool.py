@@ -18,7 +18,7 @@ import lmpool
 from lmpool.address import is_cluster, is_sentinel
 from lmpool.arguments import ClientArguments
 from lmpool.checks import as_integer, as_number, is_text, quoted
-from lmpool.errors import PoolError, SettingsError
+from lmpool.errors import PoolError, PromptError, SettingsError
 from lmpool.keys import check_pool_name
 from lmpool.model_info import ModelInfo
 from lmpool.producer import NumpyRows, PooledLM
@@ -200,8 +200,9 @@ class MockPool:
     ) -> None:
         """Let whoever asks this prompt get `lmpool.errors.PromptFailed` of that `reason`.
 
-        `times` it fails, and then no longer; None: always, until `answer` sets something else. A
-        text and a continuation that go through it fail, too. The rest is as in `answer`.
+        `times` it fails, and then no longer: what was set before holds again. None: always, until
+        `answer` sets something else. A text and a continuation that go through it fail, too. The
+        rest is as in `answer`.
         """
         if not is_text(reason) or not reason:
             raise SettingsError(f"reason={quoted(reason)}: write a text")
@@ -304,6 +305,8 @@ class MockPool:
         self._running()
         name = None if lora_name is None else check_lora_name(lora_name)
         asked: Asked = (self._ids(prompt), name)
+        if not asked[0]:
+            raise PromptError("empty prompt: nobody can ask it, write at least one token id")
         self._answers.set(asked, meant, answer)
         if self._answers.calls():  # the pool may keep what it answered before
             self._delete_keys(b":result:")

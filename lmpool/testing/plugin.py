@@ -3,6 +3,7 @@ which reads the rest of lmpool when a test asks for one of them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -60,9 +61,11 @@ def lmpool_pool(
 
 
 def _set_aside_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a shell says of other pools is not for tests."""
+    """What a shell says of other pools is not for tests, nor what a file of settings does."""
+    from lmpool.config_file import VARIABLE
     from lmpool.settings import ClientOptions, WorkerOptions
 
+    monkeypatch.setenv(VARIABLE, os.devnull)  # without one, that of the current folder is read
     for name in {**ClientOptions.model_fields, **WorkerOptions.model_fields}:
         monkeypatch.delenv(f"LMPOOL_{name.upper()}", raising=False)
 

@@ -133,5 +133,7 @@ def test_the_likeliest_of_each_position(pool: lmpool.EmbeddedLM, rows: Any) -> N
         np.take_along_axis(rows, best, 1),
         atol=5e-5,
     )
+    none = asyncio.run(sampler.compute_topk_logprobs_async(SEQUENCE, 0))
+    assert none == [None, *([] for _ in SEQUENCE[1:])]
     assert sampler.get_base_model() == pool.info.model
     assert sampler.get_tokenizer().bos_token_id == 1

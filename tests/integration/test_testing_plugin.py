@@ -106,6 +106,36 @@ def test_tests_on_fakeredis_do_not_disturb_each_other(
     assert not list(suite.temporary.glob("lmpool*"))
 
 
+OF_PRODUCTION = """
+url = "redis://nowhere.invalid:1/0"
+pool = "production"
+max_prompt_tokens = 1
+shards = 2
+encoding = "f16"
+"""
+
+AS_USUAL = """
+def test_it_is_made_as_without_a_file(lmpool_fake):
+    import numpy as np
+    import lmpool
+    info = lmpool_fake.info
+    assert (info.max_prompt_tokens, info.shards) == (4096, 1)
+    lmpool_fake.answer([1, 2], {9: 0.7})
+    with lmpool.connect(framework="numpy") as lm:
+        assert lm.pool == lmpool_fake.pool
+        assert lm.sync.next_token_logprobs([1, 2])[9] == np.float32(np.log(0.7))
+"""
+
+
+@pytest.mark.parametrize("name", ["lmpool.toml", "named.toml"])
+def test_a_file_of_settings_is_not_for_tests(suite: Suite, name: str) -> None:
+    file = suite.folder / name
+    file.write_text(OF_PRODUCTION)
+    suite.write(test_as_usual=AS_USUAL)
+    named = "" if name == "lmpool.toml" else str(file)  # an empty variable is none
+    assert "1 passed" in suite.run(LMPOOL_CONFIG=named)
+
+
 @pytest.mark.one_server
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "-n 2"])
 def test_tests_on_a_server_do_not_disturb_each_other(

@@ -168,3 +168,18 @@ def test_every_key_is_compared_whichever_it_is(
         compared.clear()
         found.find(key.encode())
         assert len(compared) == len(all_keys)
+
+
+@pytest.mark.parametrize("requests", [0, -1, 10**9, 10**30])
+def test_a_line_that_is_made_is_one_that_is_read(requests: int, tmp_path: Path) -> None:
+    assert parse(line("alice", new_key(), 10**9 - 1), tmp_path)[0].requests == 10**9 - 1
+    with pytest.raises(SettingsError, match=f"requests={requests}: write a number from 1 to"):
+        line("alice", new_key(), requests)
+    with pytest.raises(SettingsError, match=r"name='al\\udcffce': write a name in UTF-8"):
+        line("al\udcffce", new_key())
+
+
+def test_a_given_key_that_is_no_text_is_refused() -> None:
+    shown = CliRunner().invoke(app, ["gateway-key", "alice", "--stdin"], input=b"\xff\n")
+    assert shown.exit_code == 2
+    assert "a key that is no text in UTF-8" in shown.output

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 import lmpool
 from lmpool.cli import app
+from lmpool.cli.gateway import serve_pool
 from lmpool.errors import SettingsError
 from lmpool.exit_status import EXIT_REFUSED
 from lmpool.gateway import serve as serve_module
@@ -200,6 +201,17 @@ def test_a_pool_is_that_of_all_commands_where_nothing_names_others(
 def test_the_usual_options_are_those_of_the_command(served: Served) -> None:
     gateway()
     assert served[-1][0] == GatewayOptions((PoolAddress("default"),))
+
+
+@pytest.mark.parametrize("host", ["::1", "no.host.invalid"])
+def test_one_pool_is_served_at_the_host_that_its_variable_names(
+    host: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMPOOL_GATEWAY_HOST", host)
+    serve_pool("redis://h:1/0", "p", lambda _: None)
+    options, around = served[-1]
+    assert options.pools == (PoolAddress("p", "redis://h:1/0"),)
+    assert around["host"] == host
 
 
 def test_no_message_and_no_repr_tells_a_password(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,6 +305,18 @@ def test_it_fails_so_many_times(pool: MockPool, lm: LM) -> None:
     np.testing.assert_array_equal(lm.next_token_logprobs(PROMPT), ROW)
 
 
+@pytest.mark.parametrize("times", [(1,), (3, 1), (None, 1)], ids=str)
+def test_what_was_set_holds_again_after_so_many_failures(
+    times: tuple[int | None, ...], pool: MockPool, lm: LM
+) -> None:
+    pool.answer(PROMPT, ROW)
+    for each in times:  # the last one counts
+        pool.fail(PROMPT, times=each)
+    with pytest.raises(PromptFailed):
+        lm.next_token_logprobs(PROMPT)
+    np.testing.assert_array_equal(lm.next_token_logprobs(PROMPT), ROW)
+
+
 def test_it_fails_for_a_want_alone_and_until_it_is_answered(pool: MockPool, lm: LM) -> None:
     pool.fail(PROMPT, want=Top)
     lm.next_token_logprobs(PROMPT)
@@ -504,6 +516,12 @@ def test_prompts_are_checked(pool: MockPool) -> None:
         pool.answer([1, 256], ROW)
     with pytest.raises(PromptError, match="k=300"):
         pool.answer([1], ROW, want=Top(300))
+    with pytest.raises(PromptError, match="empty prompt"):
+        pool.answer("", ROW)
+    with pytest.raises(PromptError, match="empty prompt"):
+        pool.fail([])
+    with pytest.raises(PromptError, match="empty prompt"):
+        pool.continue_with("", "a")
 
 
 def test_a_pool_that_does_not_run_says_so() -> None:
