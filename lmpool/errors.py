@@ -15,7 +15,7 @@
     ├── PoolTimeout (TimeoutError)        a wait was longer than its `timeout`
     │   └── JobExpired                    a worker saw first that it was
     ├── ServerError
-    │   ├── ServerUnreachable             no connection
+    │   ├── ServerUnreachable             no connection, or not ready, or full
     │   ├── ServerRefused                 wrong password, user or permission
     │   └── ServerTooOld                  older than Redis 7.0
     ├── WireError (ValueError)
@@ -122,7 +122,7 @@ class ServerError(LmpoolError):
 
 
 class ServerUnreachable(ServerError):
-    """No connection to the server."""
+    """No connection to the server, or it is not ready: loading, failing over, or full."""
 
 
 class ServerRefused(ServerError):

@@ -176,6 +176,12 @@ def explained(url: str) -> Iterator[None]:
             raise ServerTooOld(
                 f"{shown} lacks a command: {error}. lmpool needs Redis 7.0 or Valkey 8"
             ) from None
+        if is_full(error):
+            raise ServerUnreachable(
+                f"{shown} has no memory left: raise its maxmemory, or move other data elsewhere"
+            ) from None
+        if is_lost(error):  # refused for now: no reason to give up for good
+            raise ServerUnreachable(f"{shown} is not ready: {error}") from None
         raise ServerRefused(f"{shown}: {error}") from None
 
 

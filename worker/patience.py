@@ -1,4 +1,4 @@
-"""Waiting, while a worker starts, for a server that restarts, loads its data or fails over."""
+"""Waiting, while a worker starts, for a server that restarts, loads, fails over or is full."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final, TypeVar
 import redis.exceptions
 
 from lmpool.errors import LmpoolError, ServerUnreachable
-from lmpool.server import is_lost
+from lmpool.server import is_full, is_lost
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 SERVER_WAIT: Final = 60.0
-"""Seconds for which a worker that starts waits for a server that is away or not ready."""
+"""Seconds for which a worker that starts waits for a server that is away, not ready or full."""
 PAUSE: Final = 0.25
 
 
@@ -33,11 +33,12 @@ def patiently(step: Callable[[], T], stopped: Callable[[float], bool | None]) ->
         try:
             return step()
         except (ServerUnreachable, redis.exceptions.RedisError) as error:
-            passes = isinstance(error, ServerUnreachable) or is_lost(error)
+            passes = isinstance(error, ServerUnreachable) or is_lost(error) or is_full(error)
             if not passes or time.monotonic() >= deadline:
                 raise
             if not told:
-                logger.warning("waiting for the server, %g s at most: %s", SERVER_WAIT, error)
+                reason = "its memory is full: raise maxmemory" if is_full(error) else error
+                logger.warning("waiting for the server, %g s at most: %s", SERVER_WAIT, reason)
             told = True
         if stopped(PAUSE):
             raise LmpoolError("told to stop while waiting for the server")

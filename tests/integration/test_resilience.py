@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
 from tests.support.server import RealServer
 from tests.support.waiting import until
-from tests.support.workers import in_process_worker, living_workers, worker_process
+from tests.support.workers import (
+    WorkerProcess,
+    in_process_worker,
+    living_workers,
+    worker_process,
+)
 
 
 def right(lm: lmpool.PooledLM, prompt: list[int]) -> None:
@@ -186,7 +192,6 @@ def test_adapters_of_workers_that_are_gone_are_registered_again(
     ("options", "said"),
     [
         ({"maxmemory": "100mb", "maxmemory-policy": "allkeys-lru"}, "may drop job streams"),
-        ({"maxmemory": "1mb", "maxmemory-policy": "noeviction"}, "are in use, and with noeviction"),
         ({}, "nothing is saved to disk"),
     ],
 )
@@ -196,3 +201,46 @@ def test_a_worker_says_what_of_the_server_may_hurt(server_binary, options, said)
         until(lambda: said in worker.log, what=said)
         assert ("WARNING" in worker.log) == ("maxmemory" in options)
         worker.kill()
+
+
+@contextmanager
+def full(server: RealServer) -> Iterator[tuple[str, ...]]:
+    """Its memory is; then not. What a worker that starts meanwhile says."""
+    with server.client() as admin:
+        admin.config_set("maxmemory", admin.info("memory")["used_memory"])
+        yield "are in use, and with noeviction", "its memory is full: raise maxmemory"
+        admin.config_set("maxmemory", 0)
+
+
+@contextmanager
+def without_a_disk(server: RealServer) -> Iterator[tuple[str, ...]]:
+    """It cannot save, and takes no writes; then it does."""
+    taken = server.folder / "dump.rdb"
+    taken.mkdir()
+    (taken / "in-the-way").touch()
+    with server.client() as admin:
+        admin.config_set("save", "3600 1")
+        admin.bgsave()
+        until(lambda: admin.info("persistence")["rdb_last_bgsave_status"] == "err")
+        yield ("is not ready: MISCONF",)
+        admin.config_set("save", "")
+    (taken / "in-the-way").unlink()
+    taken.rmdir()
+
+
+@pytest.mark.parametrize("state", [full, without_a_disk])
+def test_a_worker_that_starts_waits_for_a_server_that_takes_no_writes_for_now(server_binary, state):
+    with RealServer(binary=server_binary) as server:
+        with state(server) as says:
+            worker = WorkerProcess(server.url, "p")
+            try:
+                until(lambda: all(said in worker.log for said in says), what=" and ".join(says))
+            except BaseException:
+                worker.close()
+                raise
+        try:
+            worker.wait_until_alive()
+            with connected(server.url, "p") as lm:
+                right(lm, [1])
+        finally:
+            worker.close()

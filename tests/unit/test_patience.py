@@ -52,6 +52,7 @@ PASSING = [
     redis.exceptions.BusyLoadingError("loading"),
     redis.exceptions.ReadOnlyError("a replica"),
     redis.exceptions.ResponseError("MASTERDOWN Link with MASTER is down"),
+    redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
     redis.exceptions.TimeoutError("Timeout reading from socket"),
 ]
 

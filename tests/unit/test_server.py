@@ -265,6 +265,10 @@ E = redis.exceptions
         (E.ConnectionError("refused"), ServerUnreachable),
         (E.TimeoutError(""), ServerUnreachable),
         (E.BusyLoadingError("loading"), ServerUnreachable),
+        (E.ReadOnlyError("You can't write against a read only replica."), ServerUnreachable),
+        (E.ResponseError("MISCONF Errors writing to the AOF file"), ServerUnreachable),
+        (E.ResponseError("BUSY Redis is busy running a script."), ServerUnreachable),
+        (E.OutOfMemoryError("command not allowed"), ServerUnreachable),
     ],
     ids=lambda value: getattr(value, "__name__", repr(value)),
 )
