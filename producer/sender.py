@@ -280,7 +280,8 @@ class Sender:
         if now - since >= session.options.reconnect_timeout:
             if isinstance(error, redis.exceptions.ResponseError):
                 session.fail_everything(
-                    ServerRefused(f"{shown} has refused for {now - since:.0f} s: {error}")
+                    ServerUnreachable(f"{shown} has refused for {now - since:.0f} s: {error}"),
+                    hears=True,
                 )
             else:
                 self._alone.lose()

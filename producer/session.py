@@ -245,11 +245,11 @@ class Session:
                 ended += self.table.fail(digest, error)
         return ended
 
-    def fail_everything(self, error: LmpoolError) -> None:
-        """Tell every caller that nothing will come."""
+    def fail_everything(self, error: LmpoolError, *, hears: bool = False) -> None:
+        """Tell every caller that nothing will come. A server that is not ready may still hear."""
         with self.lock:
             ended = self.fail_all(error)
-            if isinstance(error, ServerUnreachable):
+            if isinstance(error, ServerUnreachable) and not hears:
                 self.table.withdrawn.clear()  # nobody is there to be told
                 for given in self.given_up:
                     given.line.close()

@@ -85,7 +85,7 @@ class Heartbeat:
             else:
                 if served == 2:
                     self._mend_info(server)
-                missing += [key for key in self.expects if not servers.for_key(key).exists(key)]
+                missing += [key for key in self.expects if not _holds(servers.for_key(key), key)]
         except (redis.exceptions.RedisError, OSError) as error:
             if not (servers.fails_apart and is_lost(error)):
                 raise
@@ -173,3 +173,14 @@ class Heartbeat:
                 if not missed:
                     logger.warning("the heartbeat could not be renewed: %s", error)
                 missed = True
+
+
+def _holds(server: Server, key: str) -> bool:
+    """Whether a key has a string. Unlike EXISTS it counts as a use of the key, which is then not
+    what a full server evicts first."""
+    try:
+        return server.strlen(key) > 0
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        return False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -70,6 +71,9 @@ HUNG_WAIT: Final = 2.0
 """Seconds for which a worker that failed waits for its threads."""
 READS_ON: Final = 0.1
 """Seconds after which a read that goes on, of a worker that leaves, has found no job."""
+PUBLISH_PAUSE: Final = 10.0
+"""Seconds after which a vocabulary that could not be put there again is tried once more: what packs
+a large one keeps the engine waiting for a second."""
 READS_FOR: Final = 3.0
 """Seconds for which a worker that moves waits for the last read where it was."""
 
@@ -114,9 +118,10 @@ class Service:
         self._mover = Mover(self, self._open)
         self._batcher: Batcher | None = None
         self._publisher: Publisher | None = None
-        self._lasting: list[str] = []
+        self._lasting: Sequence[str] = ()
         """What workers put there once, for clients that come: a full server may evict it."""
-        self._publishing_again: Future[bool] | None = None
+        self._publishes_from = 0.0
+        """When it may be put there again, on the monotonic clock."""
 
     def start(self) -> None:
         """Load the engine, join the pool, and serve. Blocks until it does.
@@ -448,12 +453,24 @@ class Service:
 
     def _publish_again(self, loop: EngineLoop, seat: Seat) -> None:
         """Put the vocabulary there once more. Told at each beat until then."""
-        engine, asked = self.engine, self._publishing_again
-        if engine is not None and (asked is None or asked.done()):
-            at_hand = watched(engine, self.status)
-            self._publishing_again = loop.call(
-                lambda: publish_vocabulary(self._control, self.keys, seat.info, at_hand)
-            )
+        engine = self.engine
+        if engine is None or time.monotonic() < self._publishes_from:
+            return
+        self._publishes_from = math.inf  # one at a time
+        at_hand = watched(engine, self.status)
+
+        def publish() -> None:
+            pause = PUBLISH_PAUSE
+            try:
+                if not publish_vocabulary(self._control, self.keys, seat.info, at_hand):
+                    self._lasting = seat.heartbeat.expects = ()  # the engine has none
+                pause = 0.0
+            except (redis.exceptions.RedisError, OSError) as error:
+                logger.warning("the vocabulary was lost, and is not there again: %s", error)
+            finally:
+                self._publishes_from = time.monotonic() + pause
+
+        loop.call(publish)
 
     def stop(self) -> None:
         """Claim nothing more, finish what runs, give the rest back, leave. Blocks; idempotent."""

@@ -139,8 +139,9 @@ def serve_pool(url: str, pool: str, show: Callable[[str], None]) -> None:
 
     usual = GatewaySettings()
     port = usual.port
-    # A host that there is not, of any family, is refused where it would be listened at.
-    with suppress(OSError), socket.create_connection((usual.host, port), PROBE):
+    # A host that there is not, of any family, is refused where it would be listened at, and so is
+    # what is no name of one.
+    with suppress(OSError, UnicodeError), socket.create_connection((usual.host, port), PROBE):
         port = 0
     serve(GatewayOptions(pools=(PoolAddress(pool, url),)), usual.host, port, show)
 

@@ -14,6 +14,8 @@ import pytest
 import lmpool
 from lmpool.backends.mock import mock_row
 from lmpool.errors import ServerRefused, UnknownPool
+from lmpool.keys import PoolKeys
+from lmpool.model_info import ModelInfo
 from lmpool.worker import service as service_module
 from tests.integration.test_adapters import registered, write_adapter
 from tests.support.clients import connected
@@ -244,3 +246,16 @@ def test_a_worker_that_starts_waits_for_a_server_that_takes_no_writes_for_now(se
                 right(lm, [1])
         finally:
             worker.close()
+
+
+def test_a_vocabulary_that_nobody_reads_is_not_what_a_full_server_evicts_first(server_binary):
+    with (
+        RealServer(binary=server_binary) as server,
+        in_process_worker(server.url, "p"),
+        server.client() as admin,
+    ):
+        keys = PoolKeys("p")
+        info = ModelInfo.unpack(admin.get(keys.info))
+        vocabulary = keys.vocabulary(info.fingerprint8)
+        until(lambda: admin.object("idletime", vocabulary) >= 1, what="it to be unused")
+        until(lambda: admin.object("idletime", vocabulary) == 0, 10, what="it to be used")

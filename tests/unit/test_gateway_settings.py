@@ -203,7 +203,7 @@ def test_the_usual_options_are_those_of_the_command(served: Served) -> None:
     assert served[-1][0] == GatewayOptions((PoolAddress("default"),))
 
 
-@pytest.mark.parametrize("host", ["::1", "no.host.invalid"])
+@pytest.mark.parametrize("host", ["::1", "no.host.invalid", "no..host"])
 def test_one_pool_is_served_at_the_host_that_its_variable_names(
     host: str, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

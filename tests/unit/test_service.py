@@ -157,6 +157,35 @@ def test_a_vocabulary_that_a_full_server_evicted_is_put_there_again(
     until(lambda: server.get(vocabulary) == found, what="it to be there again")
 
 
+def test_a_vocabulary_that_a_full_server_takes_no_more_keeps_no_engine_from_its_work(
+    new: Callable[..., InProcessWorker],
+    server: redis.Redis,
+    keys: PoolKeys,
+    caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = new()
+    worker.start()
+    service, info = worker.service, served(server, keys)[0]
+    vocabulary = keys.vocabulary(info.fingerprint8)
+    tried = []
+
+    def refuse(*_: object) -> bool:
+        tried.append(1)
+        raise redis.exceptions.OutOfMemoryError("command not allowed")
+
+    monkeypatch.setattr(service_module, "publish_vocabulary", refuse)
+    for _ in range(3):
+        service._register_again([vocabulary])
+        service.loop.call(lambda: None).result(60)
+    assert len(tried) == 1
+    assert "the vocabulary was lost, and is not there again: command not" in caplog.text
+    monkeypatch.setattr(service_module, "publish_vocabulary", lambda *_: False)
+    monkeypatch.setattr(service, "_publishes_from", 0.0)
+    service._register_again([vocabulary])
+    until(lambda: not service.seat.heartbeat.expects, what="no vocabulary to be expected")
+
+
 def test_a_worker_that_has_stopped_leaves_the_pool_and_nothing_else(
     new: Callable[..., InProcessWorker], server: redis.Redis, keys: PoolKeys
 ) -> None:
