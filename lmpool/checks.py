@@ -82,6 +82,8 @@ def as_integer(value: object) -> int | None:
 
 def is_integer(value: object) -> bool:
     """Whether it is an integer by itself: a tensor with dimensions is a list, even one of one."""
+    if type(value) is int:
+        return True
     try:
         return not getattr(value, "ndim", 0) and as_integer(value) is not None
     except Exception:  # of the value's own

@@ -8,20 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from lmpool.backends.mock import mock_row
+from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.cli import app
 from lmpool.errors import PromptError
-from lmpool.keys import PoolKeys
 from lmpool.long_texts import score_long_text
 from tests.support.clients import connected
-from tests.support.redis_client import open_redis
 from tests.support.workers import clean_environment, in_process_worker
 
 TEXT = b"abcd\nefgh"
@@ -133,11 +130,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert "Is a directory" in score(str(tmp_path)).output
 
 
-def test_a_pool_without_a_vocabulary_says_so(served: list[str]) -> None:
-    _, url, _, pool = served
-    with connected(url, pool) as lm, closing(open_redis(url)) as client:
-        assert client.delete(PoolKeys(pool).vocabulary(lm.info.fingerprint8))
-    shown = score("-", *served, given=TEXT)
+def test_a_pool_without_a_vocabulary_says_so(
+    server_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MockEngine, "byte_vocabulary", lambda engine: None)
+    with in_process_worker(server_url, pool_name):
+        shown = score("-", "--url", server_url, "--pool", pool_name, given=TEXT)
     assert shown.exit_code == 2
     assert "has published no vocabulary" in shown.output
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import redis
 
+from lmpool.backends.mock import MockEngine
 from lmpool.errors import PoolError, PromptError
 from lmpool.keys import PoolKeys
 from lmpool.producer import served_model
@@ -26,12 +27,16 @@ def test_a_vocabulary_is_read_from_the_pool(fake_url: str, pool_name: str) -> No
         assert encode("aé") == [97, 0xC3, 0xA9]
         with pytest.raises(PromptError, match="no text in UTF-8"):
             encode("\udc80")
-        with redis.Redis.from_url(fake_url) as server:
-            server.delete(PoolKeys(pool_name).vocabulary(lm.info.fingerprint8))
-        with connected(fake_url, pool_name) as other:
-            for _ in range(2):
-                with pytest.raises(PoolError, match="ask by token ids"):
-                    read_vocabulary(other)
+
+
+def test_a_pool_whose_engine_has_no_vocabulary_says_so(
+    fake_url: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MockEngine, "byte_vocabulary", lambda engine: None)
+    with in_process_worker(fake_url, pool_name), connected(fake_url, pool_name) as lm:
+        for _ in range(2):
+            with pytest.raises(PoolError, match="ask by token ids"):
+                read_vocabulary(lm)
 
 
 def test_a_vocabulary_that_is_about_to_be_published_is_waited_for(
