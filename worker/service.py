@@ -161,13 +161,14 @@ class Service:
         self.start_progress.enter("server")
         # Before minutes of loading, not after.
         version = self._patiently(lambda: greet(control.anywhere, url, clock))
+        self._patiently(lambda: warn_about(control.anywhere, url))
+        self._patiently(lambda: _try_to_write(control, self.keys.info))
         self.start_progress.enter("load")
         with self.start_progress.listening():
             engine = self.engine = load_engine(
                 options.engine, options.model, **_engine_options(options)
             )
         self.start_progress.enter("join")
-        self._patiently(lambda: warn_about(control.anywhere, url))
         with self._joining:
             if self.status.stopping.is_set():
                 raise LmpoolError("told to stop while the engine was loading")
@@ -619,6 +620,16 @@ class Service:
                 engine.close()
             except Exception:
                 logger.warning("the engine could not be closed", exc_info=True)
+
+
+def _try_to_write(servers: Servers, key: str) -> None:
+    """Nothing, as a write: a replica, or a server that is full or cannot save, refuses it as it
+    does others. Raises redis-py's exceptions."""
+    try:
+        servers.for_key(key).setrange(key, 0, b"")
+    except redis.exceptions.ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):  # which is mended later
+            raise
 
 
 def warn_about(server: Server, url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.support.pools import Asking, pool_shards, some_prompts, until_at_rest
 from tests.support.server import RealServer
 from tests.support.waiting import until
 from tests.support.workers import (
+    InProcessWorker,
     WorkerProcess,
     in_process_worker,
     living_workers,
@@ -230,7 +232,38 @@ def without_a_disk(server: RealServer) -> Iterator[tuple[str, ...]]:
     taken.rmdir()
 
 
-@pytest.mark.parametrize("state", [full, without_a_disk])
+@contextmanager
+def replica(server: RealServer) -> Iterator[tuple[str, ...]]:
+    """It follows another; then it is a primary."""
+    with server.client() as admin:
+        admin.replicaof("127.0.0.1", "1")
+        yield ("read only replica",)
+        admin.replicaof("NO", "ONE")
+
+
+@pytest.mark.parametrize("state", [full, without_a_disk, replica])
+def test_no_model_is_loaded_before_the_server_takes_writes(
+    server_binary, state, monkeypatch, caplog
+):
+    loads = []
+    load_engine = service_module.load_engine
+    monkeypatch.setattr(
+        service_module, "load_engine", lambda *a, **o: loads.append(a) or load_engine(*a, **o)
+    )
+    with RealServer(binary=server_binary) as server, ThreadPoolExecutor(1) as others:
+        worker = InProcessWorker(server.url, "p")
+        try:
+            with state(server) as says:
+                starting = others.submit(worker.start)
+                until(lambda: says[-1] in caplog.text, what=says[-1])
+                assert not loads
+            starting.result(60)
+            assert len(loads) == 1
+        finally:
+            worker.stop()
+
+
+@pytest.mark.parametrize("state", [full, without_a_disk, replica])
 def test_a_worker_that_starts_waits_for_a_server_that_takes_no_writes_for_now(server_binary, state):
     with RealServer(binary=server_binary) as server:
         with state(server) as says:
