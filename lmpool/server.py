@@ -76,6 +76,11 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, redis.exceptions.OutOfMemoryError)
 
 
+def is_wrong_type(error: BaseException) -> bool:
+    """Whether a key holds something of another type than its command is for."""
+    return str(error).startswith("WRONGTYPE")
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether the connection is lost or the server is not ready: a reason to try again later."""
     if isinstance(error, redis.exceptions.AuthenticationError):
@@ -275,6 +280,6 @@ def get_string(server: Server, key: str) -> bytes | None:
     try:
         return server.get(key)
     except redis.exceptions.ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):
+        if not is_wrong_type(error):
             raise
         return None

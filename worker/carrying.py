@@ -18,7 +18,7 @@ from lmpool.keys import COUNTERS_TTL_MS, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
 from lmpool.registry import REMOVED_MS, Change
 from lmpool.scripts import script
-from lmpool.server import get_string
+from lmpool.server import get_string, is_wrong_type
 from lmpool.servers import Servers
 from lmpool.worker.dead_letters import DEAD_MOST
 from lmpool.worker.membership import OLD_KEYS_MS, lasting_keys
@@ -135,7 +135,7 @@ def _knows(
 def _unless_damaged(answer: Any) -> Any:
     """What was answered; None where the key has another type."""
     if isinstance(answer, Exception):
-        if not str(answer).startswith("WRONGTYPE"):
+        if not is_wrong_type(answer):
             raise answer
         return None
     return answer

@@ -20,7 +20,7 @@ from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo, OfLaterRelease
 from lmpool.scripts import script
-from lmpool.server import get_string, is_lost
+from lmpool.server import get_string, is_lost, is_wrong_type
 from lmpool.servers import Servers
 from lmpool.worker.homes import Homes
 from lmpool.worker.mending import mend
@@ -181,6 +181,6 @@ def _holds(server: Server, key: str) -> bool:
     try:
         return server.strlen(key) > 0
     except redis.exceptions.ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):
+        if not is_wrong_type(error):
             raise
         return False

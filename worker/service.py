@@ -28,7 +28,7 @@ from lmpool.model_info import ModelInfo
 from lmpool.neighbours import Neighbourhood
 from lmpool.row_ring import SPARE
 from lmpool.rows import ENTRY_BYTES, LARGE
-from lmpool.server import ANSWER_TIMEOUT, explained, greet
+from lmpool.server import ANSWER_TIMEOUT, explained, greet, is_wrong_type
 from lmpool.server_url import mask_url, place_of
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
@@ -628,7 +628,7 @@ def _try_to_write(servers: Servers, key: str) -> None:
     try:
         servers.for_key(key).setrange(key, 0, b"")
     except redis.exceptions.ResponseError as error:
-        if not str(error).startswith("WRONGTYPE"):  # which is mended later
+        if not is_wrong_type(error):  # which is mended later
             raise
 
 
