@@ -31,7 +31,7 @@ from lmpool.errors import (
     WireError,
 )
 from lmpool.keys import PROTOCOL, PoolKeys, ShardKeys
-from lmpool.liveness import LIFE_MS, as_served
+from lmpool.liveness import as_served
 from lmpool.model_info import ModelInfo
 from lmpool.pool_view import PoolViewer
 from lmpool.producer import base_lm, sender
@@ -48,6 +48,7 @@ from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.faults import Faults
 from tests.support.gate import Gate
+from tests.support.heartbeats import beating
 from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, until_at_rest, worker_processes
 from tests.support.redis_client import open_redis
@@ -293,18 +294,19 @@ def test_workers_that_are_busy_or_frozen_keep_nobody_waiting(
             worker_process(server_url, pool_name, shards=1, lanes=1),
         ):
             (shard,) = pool_shards(redis_client, pool_name)
-            alive = shard.alive(frozen.wait_until_alive()["id"])
-            beat = redis_client.get(alive)
+            frozen_id = frozen.wait_until_alive()["id"]
+            beat = redis_client.get(shard.alive(frozen_id))
             frozen.pause()
-            redis_client.set(alive, beat)  # it counts as living until the others have moved
-            change(server_url, pool_name, 3, wait=0.0)
+            # It counts as living until the others have moved.
+            with beating(redis_client, shard, frozen_id, beat):
+                change(server_url, pool_name, 3, wait=0.0)
 
-            def the_others_moved() -> bool:
-                found = look(server_url, pool_name)
-                return len(found.workers) == 2 and any(str(frozen.pid) in b for b in found.behind)
+                def the_others_moved() -> bool:
+                    found = look(server_url, pool_name)
+                    behind = any(str(frozen.pid) in b for b in found.behind)
+                    return behind and len(found.workers) == 2
 
-            until(the_others_moved, what="all but the frozen one to move")
-            redis_client.pexpire(alive, LIFE_MS)
+                until(the_others_moved, what="all but the frozen one to move")
             # What the busy one runs is asked for where others are idle.
             np.testing.assert_array_equal(held.rows(), [mock_row([1, 2], 256)])
             gate.open()

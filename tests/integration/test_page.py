@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from lmpool.wire import pack_job
 from tests.support.browser import NARROW, Tab, chromium, tab
 from tests.support.clients import connected
 from tests.support.gateways import GatewayProcess
+from tests.support.heartbeats import beating
 from tests.support.pools import pool_shards
 from tests.support.protocol import new_job
 from tests.support.server import RealServer
@@ -189,10 +191,15 @@ def test_a_change_is_seen_within_two_seconds(
 # --- who may write to the server cannot write on the page ----------------------------------------
 
 
-def appears(client: redis.Redis, shard: ShardKeys, worker: str, beat: dict[str, Any]) -> None:
+@contextmanager
+def another(
+    client: redis.Redis, shard: ShardKeys, worker: str, beat: dict[str, Any]
+) -> Iterator[None]:
     """Another worker, as it registers: whoever has no heartbeat would be taken for dead."""
-    client.set(shard.alive(worker), msgpack.packb(beat))
-    client.xgroup_createconsumer(shard.stream().key, GROUP, worker)
+    with beating(client, shard, worker, msgpack.packb(beat)):
+        client.xgroup_createconsumer(shard.stream().key, GROUP, worker)
+        yield
+    client.xgroup_delconsumer(shard.stream().key, GROUP, worker)
 
 
 def test_names_that_are_html_are_text(
@@ -202,12 +209,11 @@ def test_names_that_are_html_are_text(
         "id": EVIL, "host": EVIL, "pid": 1, "engine": EVIL, "gpu": EVIL, "execution": EVIL,
         "rows_per_second": float("nan"), "failures": [{"at": 1e300, "reason": EVIL, "jobs": 1}],
     }  # fmt: skip
-    appears(client, shard, "evil", beat)
     client.hset(shard.adapters, EVIL, b"")
     client.hset(shard.adapters, "turned\u202eround", b"")
     client.xadd(shard.dead, {"job": b"x", "reason": EVIL, "worker": EVIL})
     try:
-        with tab(browser, gateway.base_url) as page:
+        with another(client, shard, "evil", beat), tab(browser, gateway.base_url) as page:
             for place in ("#workers-rows", "#adapters-list", "#failures-rows", "#letters-rows"):
                 page.shows(place, EVIL)
             page.shows("#adapters-list", r"turned\u{202e}round")
@@ -218,23 +224,20 @@ def test_names_that_are_html_are_text(
             assert page["script"].count() == 1
             expect(page["#workers-rows tr"]).to_have_count(2)
     finally:
-        client.delete(shard.alive("evil"), shard.dead, shard.adapters)
-        client.xgroup_delconsumer(shard.stream().key, GROUP, "evil")
+        client.delete(shard.dead, shard.adapters)
 
 
 def test_numbers_and_texts_without_bound_leave_the_page_as_it_is(
     browser: Browser, gateway: GatewayProcess, client: redis.Redis, shard: ShardKeys
 ) -> None:
     beat = {"id": "x" * 1_000_000, "pid": 2**62, "rows_per_second": float("inf")}
-    appears(client, shard, "wide", beat)
-    try:
-        with tab(browser, gateway.base_url, viewport=NARROW) as page:
-            page.shows("#workers-rows", "x" * 300 + "…")
-            assert page.overflow() <= 0
-            assert len(httpx.get(f"{gateway.base_url}/live/view", timeout=60).content) < 20_000
-    finally:
-        client.delete(shard.alive("wide"))
-        client.xgroup_delconsumer(shard.stream().key, GROUP, "wide")
+    with (
+        another(client, shard, "wide", beat),
+        tab(browser, gateway.base_url, viewport=NARROW) as page,
+    ):
+        page.shows("#workers-rows", "x" * 300 + "…")
+        assert page.overflow() <= 0
+        assert len(httpx.get(f"{gateway.base_url}/live/view", timeout=60).content) < 20_000
 
 
 # --- for everybody -------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lmpool.worker.intake import create_groups
 from lmpool.worker.recovery import Recovery
 from lmpool.worker.status import WorkerStatus
 from tests.support.fake import FakeServer
+from tests.support.heartbeats import beating
 from tests.support.parts import Guarded, SplitServers
 from tests.support.protocol import (
     FINGERPRINT,
@@ -214,11 +215,10 @@ def test_the_living_lose_nothing_however_long_it_takes(
 ) -> None:
     shard = shards[2]
     leave_behind(server, shard, new_job(1), owner="slow")
-    server.set(shard.alive("slow"), b"")
-    worker = start()
-    worker.looks_again()
-    assert consumers(server, shard.stream()) == {b"me": 0, b"slow": 1}
-    server.delete(shard.alive("slow"))
+    with beating(server, shard, "slow"):
+        worker = start()
+        worker.looks_again()
+        assert consumers(server, shard.stream()) == {b"me": 0, b"slow": 1}
     delivery = worker.take()
     assert delivery.job == new_job(1)
     worker.settle(delivery)

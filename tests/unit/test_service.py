@@ -32,6 +32,7 @@ from lmpool.worker.service import Service, consumer_name
 from lmpool.worker.watchdog import Watchdog
 from tests.support.clients import connected
 from tests.support.fake import FakeServer
+from tests.support.heartbeats import beating
 from tests.support.parts import Guarded
 from tests.support.protocol import Caller, Consumer, new_job
 from tests.support.waiting import until
@@ -906,16 +907,15 @@ def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
     worker.start()
     info, shards = served(server, keys)
     key = shards[0].stream().key
-    server.set(shards[0].alive("dying"), b"")
-    enqueue(server, shards[1], info, 1)
-    assert engine.computing.wait(60)
-    # In one step: the worker itself is to read nothing of it.
-    with server.pipeline(transaction=True) as pipeline:
-        job = pack_job(new_job(2, fingerprint=info.fingerprint))
-        pipeline.xadd(key, {"job": job})
-        pipeline.xreadgroup(GROUP, "dying", {key: ">"})
-        ((_, ((entry, _),)),) = pipeline.execute()[1]
-    server.delete(shards[0].alive("dying"))
+    with beating(server, shards[0], "dying"):
+        enqueue(server, shards[1], info, 1)
+        assert engine.computing.wait(60)
+        # In one step: the worker itself is to read nothing of it.
+        with server.pipeline(transaction=True) as pipeline:
+            job = pack_job(new_job(2, fingerprint=info.fingerprint))
+            pipeline.xadd(key, {"job": job})
+            pipeline.xreadgroup(GROUP, "dying", {key: ">"})
+            ((_, ((entry, _),)),) = pipeline.execute()[1]
     batcher = worker.service._batcher
     assert batcher is not None
     until(lambda: len(batcher._alone))
