@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
 from lmpool.wire import Job, JobPacker, unpack_job
 from tests.support.fake import FakeServer
+from tests.support.heartbeats import beating
 from tests.support.parts import (
     Flag,
     Guarded,
@@ -722,27 +724,32 @@ def test_a_reply_stream_that_the_server_forgot_is_made_anew_and_counted(
     assert server.exists(first, second, third) == 3
 
 
-def appear(server: redis.Redis, session: Session, numbers: tuple[int, ...] = (0, 1, 2)) -> None:
+@contextmanager
+def living_in(
+    server: redis.Redis, session: Session, numbers: tuple[int, ...] = (0, 1, 2)
+) -> Iterator[None]:
     """A worker with a heartbeat in these shards."""
-    for number in numbers:
-        Consumer(server, session.shards[number], "w")
-        server.set(session.shards[number].alive("w"), b"")
+    with ExitStack() as stack:
+        for number in numbers:
+            Consumer(server, session.shards[number], "w")
+            stack.enter_context(beating(server, session.shards[number], "w"))
+        yield
 
 
 @pytest.mark.parametrize("living", [(), (0,), (0, 2), (1, 2)])
 def test_without_a_worker_in_every_shard_nobody_waits_for_ever(
     living: tuple[int, ...], session: Session, sender: Sender, server: redis.Redis, clock: Time
 ) -> None:
-    appear(server, session, living)
     server.set(session.keys.info, info_of().pack())
     call = ask(session, jobs_of(some_prompts(2)))
     sender._serve()
     began = clock.now
-    while not call.done:
-        clock.now += 1.0
-        let_check(sender, session)
-        sender._serve()
-        assert clock.now - began < 20
+    with living_in(server, session, living):
+        while not call.done:
+            clock.now += 1.0
+            let_check(sender, session)
+            sender._serve()
+            assert clock.now - began < 20
     assert isinstance(call.error, NoWorkers)
     assert "no worker alive for 10 s: start one" in str(call.error)
     assert 7.5 <= clock.now - began <= 10.5
@@ -751,17 +758,20 @@ def test_without_a_worker_in_every_shard_nobody_waits_for_ever(
 def test_while_workers_live_everybody_waits(
     session: Session, sender: Sender, server: redis.Redis, clock: Time
 ) -> None:
-    appear(server, session)
     call = ask(session, jobs_of(some_prompts(2)))
     sender._serve()
-    for number in range(100):
-        clock.now += 1.0
-        if number % 10 == 0:  # one is missed for a moment, now and then
-            server.delete(session.shards[1].alive("w"))
-        if number % 10 == 5:
-            appear(server, session)
-        let_check(sender, session)
-        sender._serve()
+
+    def look(times: int) -> None:
+        for _ in range(times):
+            clock.now += 1.0
+            let_check(sender, session)
+            sender._serve()
+
+    with living_in(server, session, (0, 2)):
+        for _ in range(10):
+            look(5)  # one is missed for a moment, now and then
+            with living_in(server, session, (1,)):
+                look(5)
     assert not call.done
 
 
