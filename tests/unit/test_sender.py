@@ -593,17 +593,39 @@ def test_a_server_that_refuses_for_long_is_named_with_its_reason(
     clock.now += session.options.reconnect_timeout
     sender._after_loss(error, lost)
     assert isinstance(call.error, ServerUnreachable)  # for now, as where a client comes
-    assert "has refused for 60 s: OOM command" in str(call.error)
+    assert "has refused for 60 s: its memory is full" in str(call.error)
     assert session.table.withdrawn != []  # it is told once it hears
 
 
-def test_what_the_server_refuses_for_good_is_told_at_once(session: Session, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            redis.exceptions.NoPermissionError("no permission for evalsha"),
+            "no permission for evalsha. `lmpool doctor` with the same URL says what it needs",
+        ),
+        (
+            redis.exceptions.AuthenticationError("invalid username-password pair"),
+            "refused the user or password: check the URL's user:password@ part",
+        ),
+        (redis.exceptions.DataError("no string"), ": no string"),
+    ],
+    ids=["permission", "password", "no server's"],
+)
+def test_what_the_server_refuses_for_good_is_told_at_once(
+    error: Exception, said: str, session: Session, sender: Sender
+) -> None:
+    """Also where it changed under a client, with what helps."""
     session.closing = Flag()  # type: ignore[assignment]
     call = ask(session, jobs_of(some_prompts(2)))
-    sender._after_loss(redis.exceptions.NoPermissionError("no permission for evalsha"), None)
+    sender._after_loss(error, None)
     assert isinstance(call.error, ServerRefused)
-    assert "no permission for evalsha" in str(call.error)
+    assert said in str(call.error)
     assert session.closing.waits == []  # type: ignore[attr-defined]
+    other = ask(session, jobs_of(some_prompts(1, start=50)))
+    (flight,) = session.table.take_unsent(1, CLAIM_BYTES, "interactive")
+    sender._refuse(flight, error)  # type: ignore[arg-type]
+    assert said in str(other.error)
 
 
 # --- tasks -------------------------------------------------------------------------------------
