@@ -24,6 +24,7 @@ from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer import sender as sender_module
 from lmpool.producer.alone import Alone
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import bring_forward
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import (
     CHECK_EVERY,
@@ -744,6 +745,19 @@ def test_a_reply_stream_that_the_server_forgot_is_made_anew_and_counted(
     sender._serve()
     assert [session.made[reply] for reply in (first, second, third)] == [2, 1, 2]
     assert server.exists(first, second, third) == 3
+
+
+def test_a_reply_stream_that_goes_as_it_is_brought_forward_is_not_made_for_ever(
+    session: Session, server: redis.Redis
+) -> None:
+    reply = session.shards[0].reply(session.id)
+    server.xadd(reply, {"hello": "1"}, id="5-5")
+    bring_forward(server, reply, "7-3", "5-5")  # type: ignore[arg-type]
+    ((entry, _), *_) = server.xrevrange(reply)  # type: ignore[misc]
+    assert entry == b"7-4"
+    server.delete(reply)
+    bring_forward(server, reply, "7-3", "5-5")  # type: ignore[arg-type]
+    assert not server.exists(reply)
 
 
 @contextmanager
