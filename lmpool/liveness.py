@@ -34,13 +34,14 @@ def consumers(server: Server, shard: ShardKeys) -> list[str]:
 def signs_of_life(server: Server, keys: Sequence[str]) -> list[bool]:
     """Which of these keys a living worker renewed within `LIFE_MS`.
 
-    One that ends later than that was set before the server's clock was set back: if its worker
-    lives, it is right again at the next beat.
+    One that ends later than that was set before the server's clock was set back, and one that never
+    ends was brought back by what restores keys without their lives: if its worker lives, it is
+    right again at the next beat.
     """
     with server.pipeline(transaction=False) as pipeline:
         for key in keys:
             pipeline.pttl(key)
-        return [-1 <= left <= LIFE_MS for left in pipeline.execute()]
+        return [0 <= left <= LIFE_MS for left in pipeline.execute()]
 
 
 def living(server: Server, shard: ShardKeys) -> list[str]:

@@ -76,6 +76,18 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, redis.exceptions.OutOfMemoryError)
 
 
+def why_not_now(error: BaseException) -> str:
+    """Why a server refuses for now, and what helps where that does not pass by itself."""
+    if is_full(error):
+        return "its memory is full: raise maxmemory, or move other data elsewhere"
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return (
+            "it is a replica, which takes no writes: write its primary's URL, or where Sentinels "
+            "name that redis+sentinel://host:port/service"
+        )
+    return str(error)
+
+
 def is_wrong_type(error: BaseException) -> bool:
     """Whether a key holds something of another type than its command is for."""
     return str(error).startswith("WRONGTYPE")
@@ -152,7 +164,10 @@ def explained(url: str) -> Iterator[None]:
             f"{shown} refused the user or password: check the URL's user:password@ part"
         ) from None
     except redis.exceptions.NoPermissionError as error:
-        raise ServerRefused(f"{shown} does not permit this user: {error}") from None
+        raise ServerRefused(
+            f"{shown} does not permit this user: {error}. `lmpool doctor` with the same URL says "
+            "what it needs"
+        ) from None
     except LOST as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ServerUnreachable(f"no answer from {shown}: {reason}. {remedy(url)}") from None
@@ -181,12 +196,8 @@ def explained(url: str) -> Iterator[None]:
             raise ServerTooOld(
                 f"{shown} lacks a command: {error}. lmpool needs Redis 7.0 or Valkey 8"
             ) from None
-        if is_full(error):
-            raise ServerUnreachable(
-                f"{shown} has no memory left: raise its maxmemory, or move other data elsewhere"
-            ) from None
-        if is_lost(error):  # refused for now: no reason to give up for good
-            raise ServerUnreachable(f"{shown} is not ready: {error}") from None
+        if is_full(error) or is_lost(error):  # refused for now: no reason to give up for good
+            raise ServerUnreachable(f"{shown} is not ready: {why_not_now(error)}") from None
         raise ServerRefused(f"{shown}: {error}") from None
 
 

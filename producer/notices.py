@@ -26,13 +26,14 @@ def bring_forward(server: Server, reply: str, last: str, newest: str) -> None:
     """Let the next id of a reply stream be greater than `last`, which was read from it.
 
     Where the stream's latest id, `newest`, is smaller it would not be: the server came back as it
-    was some time ago, or its clock was set back. What came then would be taken for read.
+    was some time ago, or its clock was set back. What came then would be taken for read. A stream
+    that has gone meanwhile is made by the next check, which gives it a life.
     """
     read = _parts(last)
     if _parts(newest) >= read:
         return
     try:
-        server.xadd(reply, {"bye": "1"}, id=f"{read[0]}-{read[1] + 1}")
+        server.xadd(reply, {"bye": "1"}, id=f"{read[0]}-{read[1] + 1}", nomkstream=True)
     except redis.exceptions.ResponseError as error:
         if is_full(error) or is_lost(error):
             raise  # else it has come so far meanwhile

@@ -54,12 +54,14 @@ from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
 from lmpool.server import (
     ANSWER_TIMEOUT,
+    explained,
     get_string,
     is_full,
     is_lost,
     remedy,
     senseless,
     understood,
+    why_not_now,
 )
 from lmpool.server_url import mask_url
 from lmpool.servers import Servers
@@ -272,7 +274,7 @@ class Sender:
         session = self._session
         now, shown = time.monotonic(), mask_url(session.options.url)
         if not (is_lost(error) or is_full(error)):
-            session.fail_everything(ServerRefused(f"{shown}: {error}"))
+            session.fail_everything(_refusal(session.options.url, error))
             return now
         since = now if lost_since is None else lost_since
         session.troubles["server"] = now, _why(error)
@@ -280,7 +282,9 @@ class Sender:
         if now - since >= session.options.reconnect_timeout:
             if isinstance(error, redis.exceptions.ResponseError):
                 session.fail_everything(
-                    ServerUnreachable(f"{shown} has refused for {now - since:.0f} s: {error}"),
+                    ServerUnreachable(
+                        f"{shown} has refused for {now - since:.0f} s: {why_not_now(error)}"
+                    ),
                     hears=True,
                 )
             else:
@@ -467,7 +471,7 @@ class Sender:
         logger.warning("%s refused one prompt: %s", shown, error)
         with self._session.lock:
             self._session.will_not_be_counted([flight])
-            ended = self._session.fail(flight, ServerRefused(f"{shown}: {error}"))
+            ended = self._session.fail(flight, _refusal(self._session.options.url, error))
         wake(ended)
 
     def _claim_in(self, shard: ShardKeys, flights: Sequence[Flight], priority: Priority) -> None:
@@ -647,6 +651,17 @@ class Sender:
                     servers.apart([shard], partial(_delete, shard.reply(session.id)))
         except Exception:  # cut off in the middle of a read, or an answer that makes no sense
             logger.debug("the server was gone when the client closed", exc_info=True)
+
+
+def _refusal(url: str, error: Exception) -> LmpoolError:
+    """What a refusal of the server means, as where a client comes."""
+    try:
+        with explained(url):
+            raise error
+    except LmpoolError as meant:
+        return meant
+    except Exception:  # no server's word
+        return ServerRefused(f"{mask_url(url)}: {error}")
 
 
 def _why(error: Exception) -> str:

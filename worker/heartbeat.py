@@ -16,7 +16,7 @@ import redis.exceptions
 from lmpool.affinity import LANES_PER_WORKER
 from lmpool.commands import Server, Value
 from lmpool.errors import WireError
-from lmpool.keys import GROUP, PoolKeys, ShardKeys
+from lmpool.keys import COUNTERS_TTL_MS, GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo, OfLaterRelease
 from lmpool.scripts import script
@@ -139,7 +139,7 @@ class Heartbeat:
             ],
             [
                 *(GROUP, self._consumer, value, LIFE_MS, GAP_MS, known),
-                *(shard.lanes, LANES_PER_WORKER),
+                *(shard.lanes, LANES_PER_WORKER, COUNTERS_TTL_MS),
             ],
         )
         names = [name.decode("utf-8", "replace") for name in workers]

@@ -12,7 +12,6 @@ from lmpool.keys import GROUP, JobStream, ShardKeys
 from lmpool.scripts import script
 from lmpool.servers import Servers
 from lmpool.wire import Job, unpack_job
-from lmpool.worker.batching import Delivery
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,9 @@ def release(
 ) -> int:
     """Give back at once what this consumer holds, except the entries to `keep`.
 
-    `known` are its jobs, by stream and entry as `keep`. Returns how many were given back.
+    `known` are its jobs, by stream and entry as `keep`. What was delivered to others before would
+    be as good as new: it stays, for others to try alone, and this delivery does not count. Returns
+    how many were given back.
     """
     released = 0
     for shard in shards:
@@ -51,6 +52,12 @@ def _release_in(
             for item in held:
                 entry = item["message_id"]
                 if (stream.key, entry) in keep:
+                    continue
+                if item["times_delivered"] > 1:
+                    before = item["times_delivered"] - 1
+                    server.xclaim(
+                        stream.key, GROUP, consumer, 0, [entry], retrycount=before, justid=True
+                    )
                     continue
                 job = known.get((stream.key, entry))
                 digest = _digest_of(server, stream, entry) if job is None else job.digest.hex()
@@ -88,16 +95,6 @@ def streams_held(server: Server, wanted: Sequence[JobStream], consumer: str) -> 
         if isinstance(answer, Exception):
             raise answer
     return [stream for stream, held in zip(wanted, answers, strict=True) if held]
-
-
-def uncount(servers: Servers, delivery: Delivery, consumer: str) -> None:
-    """Let an entry that this consumer holds count as never delivered to it."""
-    server, key = servers.for_shard(delivery.stream.shard), delivery.stream.key
-    name = delivery.entry.decode()
-    held = server.xpending_range(key, GROUP, name, name, 1, consumername=consumer)
-    if held:
-        before = held[0]["times_delivered"] - 1
-        server.xclaim(key, GROUP, consumer, 0, [delivery.entry], retrycount=before, justid=True)
 
 
 def _digest_of(server: Server, stream: JobStream, entry: bytes) -> str:

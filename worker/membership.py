@@ -204,7 +204,7 @@ def _kept_keys(keys: PoolKeys, info: ModelInfo) -> Iterator[Sequence[str]]:
 def lasting_keys(shard: ShardKeys) -> tuple[str, ...]:
     """The keys of a shard that do not end by themselves, its streams of jobs first."""
     streams = tuple(stream.key for stream in shard.streams)
-    return (*streams, shard.dead, shard.adapters, shard.account, *shard.calls, shard.waiting)
+    return (*streams, shard.dead, shard.adapters, *shard.calls, shard.waiting)
 
 
 def _check_same(

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import redis.exceptions
 
 from lmpool.errors import LmpoolError, ServerUnreachable
-from lmpool.server import is_full, is_lost
+from lmpool.server import is_full, is_lost, why_not_now
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ def patiently(step: Callable[[], T], stopped: Callable[[float], bool | None]) ->
             if not passes or time.monotonic() >= deadline:
                 raise
             if not told:
-                reason = "its memory is full: raise maxmemory" if is_full(error) else error
-                logger.warning("waiting for the server, %g s at most: %s", SERVER_WAIT, reason)
+                why = why_not_now(error)
+                logger.warning("waiting for the server, %g s at most: %s", SERVER_WAIT, why)
             told = True
         if stopped(PAUSE):
             raise LmpoolError("told to stop while waiting for the server")

@@ -34,12 +34,12 @@ from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions
 from lmpool.wants import Digester
 from lmpool.worker.adapters import Adapters
-from lmpool.worker.batching import Batcher, Delivery
+from lmpool.worker.batching import Batcher
 from lmpool.worker.carrying import enter, without
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.engine_thread import EngineLoop, spawn
 from lmpool.worker.heartbeat import ANSWER_WITHIN
-from lmpool.worker.holding import release, uncount
+from lmpool.worker.holding import release
 from lmpool.worker.intake import IDLE_BLOCK_MS, Intake, create_groups
 from lmpool.worker.laying import Laying
 from lmpool.worker.membership import (
@@ -319,8 +319,7 @@ class Service:
             enter(servers, self.keys, info, before.shards)  # what was registered meanwhile
             gone = without(before.shards, seat.shards)
             if gone:
-                prefixes = {shard.prefix for shard in gone}
-                self._give_back(servers, gone, batcher, lambda d: d.stream.shard.prefix in prefixes)
+                self._give_back(servers, gone, batcher)
             before.end_heartbeat()
             # Whoever waits there, of whatever release, sees that nobody serves it, and follows.
             before.leave(servers, gone)
@@ -336,16 +335,14 @@ class Service:
         self._appear(servers, seat)
         return True
 
-    def _give_back(
-        self,
-        servers: Servers,
-        shards: Sequence[ShardKeys],
-        batcher: Batcher,
-        unwanted: Callable[[Delivery], bool],
-    ) -> int:
-        """Let others run what came from these shards and was not begun: of what waits here those
-        that are `unwanted`, and all that was never read. Returns how many jobs that were."""
-        left = batcher.take_out(unwanted)
+    def _give_back(self, servers: Servers, shards: Sequence[ShardKeys], batcher: Batcher) -> int:
+        """Let others run what came from these shards and was not begun, and what was never read.
+        Not what is to be run alone, which would be as good as new: it stays here. Returns how many
+        jobs that were."""
+        prefixes = {shard.prefix for shard in shards}
+        left = batcher.take_out(
+            lambda delivery: delivery.settled is None and delivery.stream.shard.prefix in prefixes
+        )
         self.status.let_go(left)
         known = {delivery.place: delivery.job for delivery in left}
         return release(servers, shards, self.consumer, known, frozenset(self.status.held))
@@ -528,7 +525,7 @@ class Service:
         Returns how many jobs that were."""
         shards = [shard for seat in seats for shard in seat.shards]
         try:
-            return self._give_back(self._open(), shards, batcher, lambda d: d.settled is None)
+            return self._give_back(self._open(), shards, batcher)
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("what waits here is given back once the batch has ended: %s", error)
             return 0
@@ -536,14 +533,12 @@ class Service:
     def _leave(self, seats: Sequence[Seat], released: int) -> None:
         left = self._batcher.close() if self._batcher is not None else []
         known = {delivery.place: delivery.job for delivery in left}
-        # What the engine could not finish is not given back as if it were new: others try it alone,
-        # and what was tried alone before keeps its deliveries, without this one that ran nothing.
-        untried = [delivery for delivery in left if delivery.settled is not None]
-        keep = {delivery.place for delivery in untried}
+        # What the engine could not finish is not given back as if it were new: others try it alone.
+        keep: set[tuple[str, bytes]] = set()
         if self.loop is not None:
             keep |= {delivery.place for delivery in self.loop.running()}
         if isinstance(self.status.failure, ServerUnreachable):
-            keep = {delivery.place for delivery in untried}  # which is no job's doing
+            keep = set()  # which is no job's doing
         elif self.status.failure is not None:
             # It may have failed of any job that it had begun, also before the engine had it, or as
             # it was to be published.
@@ -552,9 +547,6 @@ class Service:
         try:
             for seat in seats:
                 seat.left.set()
-            for delivery in untried:
-                uncount_it = partial(self._uncount, servers, delivery)
-                servers.apart([delivery.stream.shard], uncount_it)
             for seat in seats:
                 released += release(servers, seat.shards, self.consumer, known, keep)
                 seat.end_heartbeat()  # a beat on its way would bring the worker back
@@ -563,7 +555,7 @@ class Service:
                 "%s left the pool; %d jobs given back, %d left for others to try alone",
                 self.consumer,
                 released,
-                len(keep),
+                len(keep) + sum(delivery.settled is not None for delivery in left),
             )
         except (redis.exceptions.RedisError, OSError) as error:
             logger.warning("left without a word to the server: %s", error)
@@ -576,9 +568,6 @@ class Service:
             return  # it is known by another seat
         if servers.apart([first], partial(any_alive, shard=first)) is False:
             servers.for_key(self.keys.serving).delete(self.keys.serving)
-
-    def _uncount(self, servers: Servers, delivery: Delivery, server: Server) -> None:
-        uncount(servers, delivery, self.consumer)
 
     def _open(
         self,

@@ -5,7 +5,7 @@
 --       this was lost.
 -- KEYS[5] bounds.
 -- ARGV: group, consumer, what the heartbeat holds, its life, the longest gap between two beats, the
---       change of workers that is known, lanes, lanes for each worker
+--       change of workers that is known, lanes, lanes for each worker, life of the bounds
 -- Returns the number of the last change, how many lanes are in use and, if it is another change, the
 -- workers.
 -- A full memory must not look like a death. Redis lets a script go on that has begun to write, and
@@ -38,5 +38,6 @@ local used, count = 1, redis.call('ZCARD', workers) - 1
 while count > 1 and used < ARGV[8] * count do used = 2 * used end
 used = math.min(used, tonumber(ARGV[7]))
 redis.pcall('HSET', KEYS[5], 'used', used)
+redis.pcall('PEXPIRE', KEYS[5], ARGV[9], 'NX') -- mend.lua may never come to it
 if last == ARGV[6] then return {last, used} end
 return {last, used, unpack(redis.call('ZRANGEBYSCORE', workers, 0, '+inf', 'LIMIT', 0, 5000))}

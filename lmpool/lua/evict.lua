@@ -1,7 +1,7 @@
 -- Make room among the results of a shard: the oldest go first, whatever their life. What a client was
--- told of and has not taken stays.
--- KEYS[1] account. ARGV: prefix, counter TTL, most bytes to be held, most digests to be unlinked,
---       most entries to be looked at, ms after which nobody is waited for, then client and notice of
+-- told of and has not taken stays. What was restored without its life gets it once it is over.
+-- KEYS[1] account. ARGV: prefix, counter TTL, most bytes to be held, most digests to be unlinked, and to be given
+--       a life, most entries to be looked at, ms after which nobody is waited for, then client and notice of
 --       those that are not waited for while that one is the first that they have not taken
 -- Returns {bytes held, results unlinked, then client and first notice not taken of those waited for}.
 local account, prefix = KEYS[1], ARGV[1]
@@ -19,7 +19,7 @@ end
 newest = newest[1]
 if not newest then return {0, 0} end
 local held = tonumber(newest[2][2])
-local before, unlinked = held, 0
+local before, unlinked, restored = held, 0, 0
 
 local now = now_ms()
 
@@ -75,6 +75,15 @@ local function unlink(digests)
   end
 end
 
+-- Their time is over. What restores keys without their lives does that to all: the first one shows it.
+local function see_ended(digests, life)
+  if redis.call('PTTL', prefix .. ':result:' .. string.sub(digests, 1, 32)) ~= -1 then return end
+  for d = 1, #digests, 32 do
+    redis.pcall('PEXPIRE', prefix .. ':result:' .. string.sub(digests, d, d + 31), life, 'NX')
+    restored = restored + 1
+  end
+end
+
 local gone, from, done, kept = {}, '-', false, 0
 while not done do
   local entries = redis.call('XRANGE', account, from, '+', 'COUNT', 16)
@@ -92,10 +101,11 @@ while not done do
       gone[#gone + 1] = id
     elseif digests == '' then -- only the sum
       if id ~= newest[1] then gone[#gone + 1] = id end
-    elseif at + life <= now then -- they ended by themselves
+    elseif at + life <= now and restored < most then -- they ended by themselves
+      see_ended(digests, fields[6])
       gone[#gone + 1] = id
       held = held - bytes
-    elseif held <= bound or unlinked >= most then
+    elseif held <= bound or unlinked >= most or restored >= most then
       done = true
       break
     elseif now - at > patience or not is_awaited(fields) then

@@ -112,7 +112,7 @@ for _, stream in ipairs(sound) do
 end
 if joins then
   for _, stream in ipairs(sound) do redis.call('PERSIST', stream) end
-  for _, name in ipairs({':dead', ':adapters', ':account', ':waiting'}) do
+  for _, name in ipairs({':dead', ':adapters', ':waiting'}) do
     redis.call('PERSIST', prefix .. name)
   end
 end

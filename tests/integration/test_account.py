@@ -24,6 +24,7 @@ from tests.support.protocol import (
     shard_of_pool,
     write_flight,
 )
+from tests.support.waiting import until
 
 JOBS = [new_job(i) for i in range(12)]
 EACH = 100
@@ -155,10 +156,30 @@ def test_what_ended_by_itself_leaves_the_account_and_what_was_stored_again_stays
     store(worker, JOBS[1], life_ms=1)
     store(worker, JOBS[2])
     time.sleep(0.01)
-    put_result(redis_client, shard, JOBS[0])  # as if computed again just now
+    for job in JOBS[:2]:  # as if computed again just now
+        redis_client.pexpire(shard.result(job.digest), FOR_EVER)
     assert evict(redis_client, shard, 300) == (100, 0, {})
     assert there(redis_client, shard) == [0, 1, 2]
     assert redis_client.hget(shard.counters, "evicted") is None
+
+
+def test_what_was_restored_without_its_life_gets_one_as_it_is_over(
+    worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    """Or it would stay for ever, and nobody would count it."""
+    seconds, _ = redis_client.time()  # type: ignore[misc]
+    for number in range(0, 6, 2):
+        digests = "".join(job.digest.hex() for job in JOBS[number : number + 2])
+        fields = {"held": EACH * (number + 2), "bytes": 2 * EACH, "life": 1, "digests": digests}
+        redis_client.xadd(shard.account, fields, id=f"{seconds * 1000 - 60_000}-{number}")  # type: ignore[arg-type]
+    for job in JOBS[:6]:
+        put_result(redis_client, shard, job)
+    redis_client.pexpire(shard.result(JOBS[1].digest), FOR_EVER)  # it was stored again
+    assert store(worker, JOBS[6]) == 700
+    # No more at once than is told.
+    assert [evict(redis_client, shard, 700, most=2)[0] for _ in range(4)] == [500, 300, 100, 100]
+    until(lambda: there(redis_client, shard) == [1, 6])
+    assert redis_client.pttl(shard.result(JOBS[6].digest)) == -1  # its time is not over
 
 
 def test_the_sum_survives_the_newest_entry(

@@ -19,6 +19,7 @@ from lmpool.cli import app
 from lmpool.errors import PromptFailed
 from lmpool.isolation import isolate
 from lmpool.keys import GROUP, ShardKeys
+from lmpool.liveness import LIFE_MS
 from lmpool.producer.statistics import pool_statistics
 from lmpool.rows import pack_logprobs
 from lmpool.scripts import SHARED, script
@@ -312,7 +313,7 @@ def test_statistics_of_damaged_keys(
     servers = Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
 
     def unread() -> bool:  # unless the worker's next beat comes in between
-        redis_client.set(served.alive(consumers[0]["name"].decode()), b"\xc1")
+        redis_client.set(served.alive(consumers[0]["name"].decode()), b"\xc1", px=LIFE_MS)
         return pool_statistics(servers, [served])["workers"] == []
 
     until(unread)

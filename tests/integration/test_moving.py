@@ -48,7 +48,7 @@ from tests.support.clients import connected
 from tests.support.cluster import Cluster
 from tests.support.faults import Faults
 from tests.support.gate import Gate
-from tests.support.heartbeats import beating
+from tests.support.heartbeats import beating, renewed
 from tests.support.hold import Hold
 from tests.support.pools import Asking, pool_shards, until_at_rest, worker_processes
 from tests.support.redis_client import open_redis
@@ -789,11 +789,11 @@ def test_the_command(server_url, redis_client, pool_name):
         name = worker.wait_until_alive()["id"]
         alive = [shard.alive(name) for shard in pool_shards(redis_client, pool_name)]
         beats = {key: redis_client.get(key) for key in alive}
+        beats[PoolKeys(pool_name).serving] = b"by somebody"
         worker.pause()
-        for _ in range(2):  # also once it is as it was asked for
-            # However long that takes, it counts as living.
+        with ExitStack() as living:  # however long that takes
             for key, beat in beats.items():
-                redis_client.set(key, beat)
-            redis_client.set(PoolKeys(pool_name).serving, b"by somebody")
-            assert f"{name} has not moved yet" in lmpool("4", "--timeout", "0.2", status=1)
+                living.enter_context(renewed(redis_client, key, beat))
+            for _ in range(2):  # also once it is as it was asked for
+                assert f"{name} has not moved yet" in lmpool("4", "--timeout", "0.2", status=1)
         worker.resume()

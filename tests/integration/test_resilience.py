@@ -236,7 +236,7 @@ def replica(server: RealServer) -> Iterator[tuple[str, ...]]:
     """It follows another; then it is a primary."""
     with server.client() as admin:
         admin.replicaof("127.0.0.1", "1")
-        yield ("read only replica",)
+        yield ("it is a replica, which takes no writes",)
         admin.replicaof("NO", "ONE")
 
 

@@ -186,7 +186,7 @@ def test_an_append_only_file_brings_back_what_scripts_wrote(server_binary: str) 
         with redis.Redis.from_url(worker, protocol=2) as client:
             keys = [SHARD.stream().key, SHARD.alive("worker"), SHARD.steady, SHARD.workers]
             keys.append(SHARD.bounds)
-            arguments = [GROUP, "worker", "beats", 60_000, 60_000, "", 1, 16]
+            arguments = [GROUP, "worker", "beats", 60_000, 60_000, "", 1, 16, 60_000]
             script("alive")(client, keys, arguments)  # type: ignore[arg-type]
             server.kill()
             server.start()  # it answers while it loads, that it knows nobody

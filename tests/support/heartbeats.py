@@ -17,15 +17,21 @@ from tests.support.parts import Guarded
 def beating(
     client: redis.Redis, shard: ShardKeys, worker: str, beat: bytes = b""
 ) -> Iterator[None]:
-    """A worker's signs of life, renewed as a living one's are; they are gone at the end.
+    """A worker's signs of life, renewed as a living one's are; they are gone at the end."""
+    with renewed(client, shard.alive(worker), beat):
+        yield
 
-    One that nobody renews counts for a heartbeat's life at most, even if it was set for ever: that
-    is what living workers see to.
+
+@contextmanager
+def renewed(client: redis.Redis, key: str, value: bytes) -> Iterator[None]:
+    """A sign of life under a key, renewed for as long as this goes on.
+
+    One that nobody renews counts for a heartbeat's life at most, and not if it was set for ever.
     """
     over = threading.Event()
 
     def renew() -> None:
-        client.set(shard.alive(worker), beat, px=LIFE_MS)
+        client.set(key, value, px=LIFE_MS)
 
     def renew_until_over() -> None:
         while not over.wait(BEAT_MS / 1000):
@@ -38,4 +44,4 @@ def beating(
     finally:
         over.set()
         renewing.end()
-        client.delete(shard.alive(worker))
+        client.delete(key)

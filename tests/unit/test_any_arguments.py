@@ -44,6 +44,7 @@ from lmpool.settings import URLS, ClientOptions, WorkerOptions
 from lmpool.vocabulary import Vocabulary
 from lmpool.wants import Draw, Generate, Row, Top
 from tests.support.fake import FakeServer
+from tests.support.heartbeats import beating
 from tests.support.parts import VOCAB, info_of, jobs_of
 from tests.support.waiting import until
 
@@ -312,8 +313,8 @@ def server() -> Iterator[RecordingServer]:
         for stream in shard.streams:
             client.xgroup_create(stream.key, GROUP, id="0", mkstream=True)
             client.xgroup_createconsumer(stream.key, GROUP, "w")
-        client.set(shard.alive("w"), msgpack.packb({"id": "w"}))
-        yield server
+        with beating(client, shard, "w", msgpack.packb({"id": "w"})):
+            yield server
 
 
 def connected_to(server: RecordingServer) -> PooledLM:

@@ -22,11 +22,12 @@ from lmpool.worker import heartbeat as heartbeat_module
 from lmpool.worker.heartbeat import AGAIN, ANSWER_WITHIN, EVERY, Heartbeat
 from lmpool.worker.homes import Homes
 from lmpool.worker.intake import create_groups
+from lmpool.worker.membership import join
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
 from tests.support.fake import FakeServer
 from tests.support.parts import SplitServers, Time, info_of
-from tests.support.protocol import be_steady
+from tests.support.protocol import Consumer, be_steady, new_job
 from tests.support.waiting import until
 
 INFO = info_of(3)
@@ -379,6 +380,18 @@ def test_who_joins_keeps_what_others_had_end_also_where_a_shard_is_away_at_first
     have_them_end()
     heartbeat.beat(servers)  # it has joined
     assert all(server.pttl(key) > 0 for key in ending)
+
+
+def test_who_joins_and_stores_nothing_keeps_nothing_that_ends(
+    servers: Servers, server: Any, keys: PoolKeys, shards: tuple[ShardKeys, ...]
+) -> None:
+    """What accounts for results lives as long as they do."""
+    for shard in shards:
+        Consumer(server, shard).complete([], stored=[new_job(1)], bytes_each=9)
+    join(servers, keys, INFO, False, LIFE_MS)
+    new(servers, keys).beat(servers)
+    for shard in shards:
+        assert all(server.pttl(key) > 0 for key in (shard.account, shard.held))
 
 
 def test_a_damaged_registry_is_mended_by_who_may_know_what_was_there(

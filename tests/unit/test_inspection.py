@@ -11,6 +11,7 @@ from lmpool import inspection
 from lmpool.errors import ServerUnreachable, SettingsError, UnknownPool
 from lmpool.keys import PoolKeys
 from lmpool.model_info import ModelInfo
+from tests.support.heartbeats import beating
 from tests.support.protocol import Consumer
 from tests.support.workers import in_process_worker
 
@@ -72,14 +73,14 @@ def test_facts_of_a_pool(fake_url: str, pool_name: str, server: redis.Redis) -> 
     server.set(PoolKeys(pool_name).info, MODEL.pack())
     shard = PoolKeys(pool_name).shard(MODEL.fingerprint8, 0)
     living, dead = Consumer(server, shard, "living"), Consumer(server, shard, "dead", "batch")
-    server.set(shard.alive("living"), b"x")
     server.xadd(shard.stream().key, {"job": "a"})
     living.read()
     for _ in range(2):
         server.xadd(shard.stream("batch").key, {"job": "b"})
     dead.read()
     server.xadd(shard.dead, {"job": "c"})
-    facts = inspection.read_facts(fake_url, pool_name)
+    with beating(server, shard, "living", b"x"):
+        facts = inspection.read_facts(fake_url, pool_name)
     assert facts.model == MODEL
     assert facts.workers == {"living": True, "dead": False}
     assert facts.pending == {"living": 1, "dead": 2}

@@ -20,9 +20,9 @@ from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
 from lmpool.worker import company as company_module
 from lmpool.worker import intake as intake_module
-from lmpool.worker.batching import Batcher, Delivery
+from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import GARBAGE_BYTES, DeadLetters
-from lmpool.worker.holding import release, uncount
+from lmpool.worker.holding import release
 from lmpool.worker.intake import Intake, create_groups
 from lmpool.worker.status import WorkerStatus
 from tests.support.protocol import (
@@ -778,27 +778,28 @@ def test_a_refusal_in_one_stream_that_cannot_be_told_loses_no_job_of_another(
     assert failures
 
 
-def test_a_delivery_that_ran_nothing_does_not_count(
+def test_what_was_delivered_before_is_not_given_back_as_if_it_were_new(
     servers: Servers, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    def deliveries() -> dict[bytes, int]:
-        found: Any = redis_client.xpending_range(shard.stream().key, GROUP, "-", "+", 10)
-        return {item["message_id"]: item["times_delivered"] for item in found}
-
-    def delivery(entry: bytes) -> Delivery:
-        return Delivery(new_job(1), entry, shard.stream(), 0.0)
-
-    Caller(redis_client, shard).enqueue(new_job(1), new_job(2))
-    worker = Consumer(redis_client, shard, "worker")
-    first, second = worker.read()
-    redis_client.xclaim(shard.stream().key, GROUP, "worker", 0, [first, second])
-    uncount(servers, delivery(first), "worker")
-    uncount(servers, delivery(second), "other")
-    assert deliveries() == {first: 1, second: 2}
-    redis_client.xack(shard.stream().key, GROUP, first)
-    uncount(servers, delivery(first), "worker")
-    assert deliveries() == {second: 2}
-    assert worker.held() == [second]
+    """Nor does this delivery count, which ran nothing, whether or not it is known here."""
+    create_groups(servers, [shard], "worker")
+    jobs = [new_job(number) for number in range(1, 6)]
+    Caller(redis_client, shard).enqueue(*jobs)
+    worker, other = (Consumer(redis_client, shard, name) for name in ("worker", "other"))
+    new, known, unknown, gone, theirs = worker.read()
+    stream = shard.stream().key
+    redis_client.xclaim(stream, GROUP, "worker", 0, [known, unknown, gone], retrycount=3)
+    redis_client.xclaim(stream, GROUP, "other", 0, [theirs], retrycount=2)
+    redis_client.xdel(stream, gone)  # it was withdrawn
+    assert release(servers, [shard], "worker", {(stream, known): jobs[1]}) == 1
+    found: Any = redis_client.xpending_range(stream, GROUP, "-", "+", 10)
+    assert {item["message_id"]: item["times_delivered"] for item in found} == {
+        known: 2, unknown: 2, theirs: 2,
+    }  # fmt: skip
+    assert worker.held() == [known, unknown]
+    (again,) = other.read()
+    assert again > new
+    assert other.held() == [theirs, again]
 
 
 def test_shards_whose_reads_failed_say_nothing_of_how_others_are_read() -> None:

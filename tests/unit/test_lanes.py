@@ -333,12 +333,13 @@ def test_calls_are_followed_passed_on_and_forgotten(
 def test_a_shard_knows_its_workers(redis_client: redis.Redis, shard: ShardKeys) -> None:
     def beat(name: str, known: bytes = b"", life: int = HOUR_MS) -> list[bytes]:
         keys = [shard.stream().key, shard.alive(name), shard.steady, shard.workers, shard.bounds]
-        arguments = [GROUP, name, "beat", life, life, known, 1000, LANES_PER_WORKER]
+        arguments = [GROUP, name, "beat", life, life, known, 1000, LANES_PER_WORKER, HOUR_MS]
         found: Any = script("alive")(redis_client, keys, arguments)  # type: ignore[arg-type]
         living = int(redis_client.zcount(shard.workers, 0, "+inf"))  # type: ignore[arg-type]
         used = found.pop(1)
         assert used == lanes_in_use(living, 1000)
         assert int(redis_client.hget(shard.bounds, "used")) == used  # type: ignore[arg-type]
+        assert redis_client.pttl(shard.bounds) > 0  # type: ignore[operator]
         return list(found)
 
     first, *workers = beat("a")
@@ -367,7 +368,7 @@ def test_no_change_of_workers_is_taken_for_one_before_all_was_lost(
 ) -> None:
     def beat(name: str, known: bytes = b"") -> list[bytes]:
         keys = [shard.stream().key, shard.alive(name), shard.steady, shard.workers, shard.bounds]
-        arguments = [GROUP, name, "beat", HOUR_MS, HOUR_MS, known, 1000, LANES_PER_WORKER]
+        arguments = [GROUP, name, "beat", HOUR_MS, HOUR_MS, known, 1000, LANES_PER_WORKER, HOUR_MS]
         found: Any = script("alive")(redis_client, keys, arguments)  # type: ignore[arg-type]
         return [found[0], *sorted(found[2:])]
 

@@ -227,11 +227,16 @@ def test_two_that_join_at_once_see_each_other(
     assert served(redis_client, keys) == OTHER
 
 
-def test_a_pool_whose_workers_died_as_the_clock_was_set_back_is_nobodys(
-    redis_client: redis.Redis, keys: PoolKeys
+@pytest.mark.parametrize("life", ["longer", "none"])
+def test_a_pool_whose_workers_died_is_nobodys_whatever_life_their_word_has(
+    life: str, redis_client: redis.Redis, keys: PoolKeys
 ) -> None:
+    """The clock was set back, or keys were restored without their lives."""
     join(Servers(lambda: redis_client), keys, OTHER, False, LIFE_MS)  # type: ignore[arg-type]
-    redis_client.pexpire(keys.serving, LIFE_MS + 3_600_000)
+    if life == "none":
+        redis_client.persist(keys.serving)
+    else:
+        redis_client.pexpire(keys.serving, LIFE_MS + 3_600_000)
     join(Servers(lambda: redis_client), keys, INFO, False, LIFE_MS)  # type: ignore[arg-type]
     assert served(redis_client, keys) == INFO
 

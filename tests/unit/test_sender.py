@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from lmpool.keys import PRIORITIES, Priority
 from lmpool.producer import sender as sender_module
 from lmpool.producer.alone import Alone
 from lmpool.producer.flights import Flight
+from lmpool.producer.notices import bring_forward
 from lmpool.producer.sender import Sender
 from lmpool.producer.session import (
     CHECK_EVERY,
@@ -37,6 +39,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
 from lmpool.wire import Job, JobPacker, unpack_job
 from tests.support.fake import FakeServer
+from tests.support.heartbeats import beating
 from tests.support.parts import (
     Flag,
     Guarded,
@@ -591,17 +594,39 @@ def test_a_server_that_refuses_for_long_is_named_with_its_reason(
     clock.now += session.options.reconnect_timeout
     sender._after_loss(error, lost)
     assert isinstance(call.error, ServerUnreachable)  # for now, as where a client comes
-    assert "has refused for 60 s: OOM command" in str(call.error)
+    assert "has refused for 60 s: its memory is full" in str(call.error)
     assert session.table.withdrawn != []  # it is told once it hears
 
 
-def test_what_the_server_refuses_for_good_is_told_at_once(session: Session, sender: Sender) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            redis.exceptions.NoPermissionError("no permission for evalsha"),
+            "no permission for evalsha. `lmpool doctor` with the same URL says what it needs",
+        ),
+        (
+            redis.exceptions.AuthenticationError("invalid username-password pair"),
+            "refused the user or password: check the URL's user:password@ part",
+        ),
+        (redis.exceptions.DataError("no string"), ": no string"),
+    ],
+    ids=["permission", "password", "no server's"],
+)
+def test_what_the_server_refuses_for_good_is_told_at_once(
+    error: Exception, said: str, session: Session, sender: Sender
+) -> None:
+    """Also where it changed under a client, with what helps."""
     session.closing = Flag()  # type: ignore[assignment]
     call = ask(session, jobs_of(some_prompts(2)))
-    sender._after_loss(redis.exceptions.NoPermissionError("no permission for evalsha"), None)
+    sender._after_loss(error, None)
     assert isinstance(call.error, ServerRefused)
-    assert "no permission for evalsha" in str(call.error)
+    assert said in str(call.error)
     assert session.closing.waits == []  # type: ignore[attr-defined]
+    other = ask(session, jobs_of(some_prompts(1, start=50)))
+    (flight,) = session.table.take_unsent(1, CLAIM_BYTES, "interactive")
+    sender._refuse(flight, error)  # type: ignore[arg-type]
+    assert said in str(other.error)
 
 
 # --- tasks -------------------------------------------------------------------------------------
@@ -722,27 +747,45 @@ def test_a_reply_stream_that_the_server_forgot_is_made_anew_and_counted(
     assert server.exists(first, second, third) == 3
 
 
-def appear(server: redis.Redis, session: Session, numbers: tuple[int, ...] = (0, 1, 2)) -> None:
+def test_a_reply_stream_that_goes_as_it_is_brought_forward_is_not_made_for_ever(
+    session: Session, server: redis.Redis
+) -> None:
+    reply = session.shards[0].reply(session.id)
+    server.xadd(reply, {"hello": "1"}, id="5-5")
+    bring_forward(server, reply, "7-3", "5-5")  # type: ignore[arg-type]
+    ((entry, _), *_) = server.xrevrange(reply)  # type: ignore[misc]
+    assert entry == b"7-4"
+    server.delete(reply)
+    bring_forward(server, reply, "7-3", "5-5")  # type: ignore[arg-type]
+    assert not server.exists(reply)
+
+
+@contextmanager
+def living_in(
+    server: redis.Redis, session: Session, numbers: tuple[int, ...] = (0, 1, 2)
+) -> Iterator[None]:
     """A worker with a heartbeat in these shards."""
-    for number in numbers:
-        Consumer(server, session.shards[number], "w")
-        server.set(session.shards[number].alive("w"), b"")
+    with ExitStack() as stack:
+        for number in numbers:
+            Consumer(server, session.shards[number], "w")
+            stack.enter_context(beating(server, session.shards[number], "w"))
+        yield
 
 
 @pytest.mark.parametrize("living", [(), (0,), (0, 2), (1, 2)])
 def test_without_a_worker_in_every_shard_nobody_waits_for_ever(
     living: tuple[int, ...], session: Session, sender: Sender, server: redis.Redis, clock: Time
 ) -> None:
-    appear(server, session, living)
     server.set(session.keys.info, info_of().pack())
     call = ask(session, jobs_of(some_prompts(2)))
     sender._serve()
     began = clock.now
-    while not call.done:
-        clock.now += 1.0
-        let_check(sender, session)
-        sender._serve()
-        assert clock.now - began < 20
+    with living_in(server, session, living):
+        while not call.done:
+            clock.now += 1.0
+            let_check(sender, session)
+            sender._serve()
+            assert clock.now - began < 20
     assert isinstance(call.error, NoWorkers)
     assert "no worker alive for 10 s: start one" in str(call.error)
     assert 7.5 <= clock.now - began <= 10.5
@@ -751,17 +794,20 @@ def test_without_a_worker_in_every_shard_nobody_waits_for_ever(
 def test_while_workers_live_everybody_waits(
     session: Session, sender: Sender, server: redis.Redis, clock: Time
 ) -> None:
-    appear(server, session)
     call = ask(session, jobs_of(some_prompts(2)))
     sender._serve()
-    for number in range(100):
-        clock.now += 1.0
-        if number % 10 == 0:  # one is missed for a moment, now and then
-            server.delete(session.shards[1].alive("w"))
-        if number % 10 == 5:
-            appear(server, session)
-        let_check(sender, session)
-        sender._serve()
+
+    def look(times: int) -> None:
+        for _ in range(times):
+            clock.now += 1.0
+            let_check(sender, session)
+            sender._serve()
+
+    with living_in(server, session, (0, 2)):
+        for _ in range(10):
+            look(5)  # one is missed for a moment, now and then
+            with living_in(server, session, (1,)):
+                look(5)
     assert not call.done
 
 

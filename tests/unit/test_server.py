@@ -279,6 +279,19 @@ def test_exceptions_of_the_client_become_ours(error: Exception, kind: type[Excep
     assert told.value.__cause__ is None
 
 
+@pytest.mark.server
+def test_a_replica_is_told_as_such(server_binary: str) -> None:
+    with (
+        RealServer(binary=server_binary, tcp=True, replicaof="127.0.0.1 1") as server,
+        server.client() as client,
+        pytest.raises(ServerUnreachable) as told,
+        explained(server.url),
+    ):
+        client.set("a", "b")
+    said = "is not ready: it is a replica, which takes no writes: write its primary's URL, or where"
+    assert f"{server.url} {said} Sentinels name that" in str(told.value)
+
+
 def test_other_exceptions_pass() -> None:
     with pytest.raises(KeyError), explained("redis://h"):
         raise KeyError

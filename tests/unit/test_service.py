@@ -34,7 +34,7 @@ from tests.support.clients import connected
 from tests.support.fake import FakeServer
 from tests.support.heartbeats import beating
 from tests.support.parts import Guarded
-from tests.support.protocol import Caller, Consumer, new_job
+from tests.support.protocol import Caller, Consumer, new_job, write_flight
 from tests.support.waiting import until
 from tests.support.workers import InProcessWorker, lmpool_threads
 
@@ -895,6 +895,20 @@ def test_a_thread_that_writes_yet_keeps_the_numbers_of_its_sockets(
     found[0].close()
 
 
+def die_with(server: redis.Redis, shard: ShardKeys, info: ModelInfo) -> tuple[bytes, Caller]:
+    """A job of a worker that is about to die, ``dying``, and who waits for it."""
+    job, key = new_job(2, fingerprint=info.fingerprint), shard.stream().key
+    # In one step: the worker itself is to read nothing of it.
+    with server.pipeline(transaction=True) as pipeline:
+        pipeline.xadd(key, {"job": pack_job(job)})
+        pipeline.xreadgroup(GROUP, "dying", {key: ">"})
+        ((_, ((entry, _),)),) = pipeline.execute()[1]
+    write_flight(server, shard, job, entry.decode())
+    caller = Caller(server, shard)
+    assert caller.check(job)[0] == "j"
+    return entry, caller
+
+
 def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
     new: Callable[..., InProcessWorker],
     engine: GatedEngine,
@@ -910,12 +924,7 @@ def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
     with beating(server, shards[0], "dying"):
         enqueue(server, shards[1], info, 1)
         assert engine.computing.wait(60)
-        # In one step: the worker itself is to read nothing of it.
-        with server.pipeline(transaction=True) as pipeline:
-            job = pack_job(new_job(2, fingerprint=info.fingerprint))
-            pipeline.xadd(key, {"job": job})
-            pipeline.xreadgroup(GROUP, "dying", {key: ">"})
-            ((_, ((entry, _),)),) = pipeline.execute()[1]
+        entry, _ = die_with(server, shards[0], info)
     batcher = worker.service._batcher
     assert batcher is not None
     until(lambda: len(batcher._alone))
@@ -926,6 +935,38 @@ def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
     (item,) = server.xpending_range(key, GROUP, "-", "+", 10)  # type: ignore[misc, union-attr]
     assert item["message_id"] == entry
     assert item["times_delivered"] == 1
+
+
+def test_a_job_that_waits_to_be_run_alone_is_run_so_by_a_worker_that_moves(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is given to nobody as if it were new."""
+    monkeypatch.setattr("lmpool.worker.recovery.LOOK_EVERY", 0.01)
+    worker = new(batch_size=1)
+    worker.start()
+    service = worker.service
+    info, shards = served(server, keys)
+    with beating(server, shards[0], "dying"):
+        enqueue(server, shards[1], info, 1)
+        assert engine.computing.wait(60)
+        entry, caller = die_with(server, shards[0], info)
+    batcher = service._batcher
+    assert batcher is not None
+    until(lambda: len(batcher._alone))
+    there = info.moved_to(SHARDS + 2, info.lanes)
+    server.set(keys.info, there.pack())
+    server.set(keys.serving, there.mark())
+    service._mover.tell(there)
+    until(lambda: service.seat is not None and service.seat.info.layout == there.layout)
+    until(lambda: not server.exists(shards[0].alive(worker.id)), what="it to have left")
+    stream = shards[0].stream().key
+    assert [name for name, _ in server.xrange(stream)] == [entry]  # type: ignore[union-attr]
+    engine.gate.set()
+    assert [notice.status for notice in until(caller.notices)] == ["ok"]
 
 
 def test_a_server_that_is_gone_keeps_nobody_from_leaving(

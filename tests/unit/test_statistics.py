@@ -15,6 +15,7 @@ from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS
 from lmpool.producer.statistics import PoolStatistics, pool_statistics
 from lmpool.servers import Servers
+from tests.support.heartbeats import beating
 from tests.support.protocol import Consumer
 
 
@@ -140,12 +141,16 @@ def test_workers_with_a_heartbeat_are_listed_by_name(server, shards) -> None:
         "control": "redis://other:6379/0",
         "failures": [{"at": 1.5, "reason": "too long", "jobs": 2}],
     }
-    server.set(shards[0].alive("w-1"), msgpack.packb(beat))
-    server.set(shards[0].alive("w-2"), msgpack.packb({"id": "w-2"}))
-    # Of one that died as the server's clock was set back an hour.
-    Consumer(server, shards[0], "w-3")
-    server.set(shards[0].alive("w-3"), msgpack.packb({"id": "w-3"}), px=LIFE_MS + 3_600_000)
-    first, second = read(server, shards)["workers"]
+    # Of one that died as the server's clock was set back an hour, and of one whose heartbeat was
+    # restored without its life.
+    for name, life in (("w-3", LIFE_MS + 3_600_000), ("w-4", None)):
+        Consumer(server, shards[0], name)
+        server.set(shards[0].alive(name), msgpack.packb({"id": name}), px=life)
+    with (
+        beating(server, shards[0], "w-1", msgpack.packb(beat)),
+        beating(server, shards[0], "w-2", msgpack.packb({"id": "w-2"})),
+    ):
+        first, second = read(server, shards)["workers"]
     assert first == beat
     assert second["id"] == "w-2"
     assert second["rows_per_second"] == second["lanes"] == second["own_jobs"] == 0
