@@ -122,8 +122,9 @@ class MLXEngine(BatchEngine):
         )
         """Whether prompts share a padded forward pass and kept prefixes."""
         self.score_tokens = self._forward_tokens if self._try_head() else 0
+        special_ids = (special.bos, special.pad, *special.eos)
         self._head, reason = head_of(
-            self._forward, vocab_size, (special.bos, special.pad, *special.eos), files.config.config
+            self._forward, vocab_size, special_ids, longest, files.config.config
         )
         head = None if self._head is None else self._head.form
         self.info = replace(self.info, head=head, no_head=reason)

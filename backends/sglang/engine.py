@@ -118,7 +118,7 @@ class SGLangEngine(ContinuousEngine[str]):
     def _find_head(self, files: ModelFiles) -> tuple[ModelHead | None, str]:
         info, scheduler = self.info, self._open()
         special = (info.bos_token_id, info.pad_token_id, *info.eos_token_ids)
-        prompts = probes(info.vocab_size, special)
+        prompts = probes(info.vocab_size, special, info.max_prompt_tokens)
         config = files.config.config
         name = scheduler.architecture
         fatal = (EngineBroken,)
