@@ -13,6 +13,9 @@ from lmpool.errors import SettingsError
 
 LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 
+_BESIDE_SCALING: Final = ("rope_theta", "partial_rotary_factor")
+"""What of rotary positions was no part of ``rope_scaling``."""
+
 _ENDLESS: Final = 1 << 24  # tokenizers without a bound say 10**30
 
 
@@ -28,8 +31,9 @@ class ModelConfig:
         if not outer:
             raise SettingsError(f"{str(folder / 'config.json')!r} is no JSON object")
         text = outer.get("text_config")
+        self._text: dict[str, Any] | None = text if isinstance(text, dict) else None
         # Of a model of text and pictures, only the text is served.
-        self.config: Mapping[str, Any] = {**outer, **text} if isinstance(text, dict) else outer
+        self.config: Mapping[str, Any] = {**outer, **(self._text or {})}
 
     @property
     def dtype(self) -> str | None:
@@ -38,17 +42,33 @@ class ModelConfig:
         return found if isinstance(found, str) else None
 
     def rope_of_before(self) -> dict[str, Any]:
-        """``rope_theta`` and ``rope_scaling``, where config.json has ``rope_parameters`` instead.
+        """``rope_theta``, ``rope_scaling`` and what else config.json had of rotary positions before
+        transformers 5, where it has ``rope_parameters`` instead: to be laid over it.
 
-        transformers 5 writes those; who reads the old names only would take a default for them.
+        Who reads the old names only would take a default for them.
         """
         found = self.config.get("rope_parameters")
-        if not isinstance(found, dict) or "rope_theta" not in found or "rope_theta" in self.config:
+        if not isinstance(found, dict):
             return {}
-        rope: dict[str, Any] = {"rope_theta": found["rope_theta"]}
-        if found.get("rope_type", "default") != "default":
-            rope["rope_scaling"] = {k: v for k, v in found.items() if k != "rope_theta"}
-        return rope
+        # Some models place tokens otherwise in layers that see a window.
+        everywhere, window = found.get("full_attention", found), found.get("sliding_attention")
+        if not isinstance(everywhere, dict) or "rope_theta" not in everywhere:
+            return {}
+        theta = everywhere["rope_theta"]
+        rope = {"rope_theta": theta, "rotary_emb_base": theta, "rope_scaling": None}
+        kind = everywhere.get("rope_type", "default")
+        if kind != "default":
+            scaling = {k: v for k, v in everywhere.items() if k not in _BESIDE_SCALING}
+            rope["rope_scaling"] = {**scaling, "type": kind}
+        part = everywhere.get("partial_rotary_factor")
+        if part is not None:
+            rope |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), part)
+        if isinstance(window, dict) and "rope_theta" in window:
+            rope["rope_local_base_freq"] = window["rope_theta"]
+        missing = {name: value for name, value in rope.items() if name not in self.config}
+        if self._text is None or not missing:
+            return missing
+        return {"text_config": {**self._text, **missing}}
 
     def longest_prompt(self, wanted: int | None) -> int:
         """The longest prompt to serve: the model's own bound, or fewer tokens where `wanted`.

@@ -84,6 +84,33 @@ def test_models_that_batch_and_models_that_do_not(
     engine.cache_prefix(np.array([1, 2, 3], np.uint32))
 
 
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("phi", {"rope_theta": 500.0, "partial_rotary_factor": 0.75}),
+        ("gpt_neox", {"rope_theta": 500.0, "partial_rotary_factor": 0.75}),
+        (
+            "gemma3",
+            {
+                "full_attention": {"rope_theta": 300.0, "rope_type": "linear", "factor": 4.0},
+                "sliding_attention": {"rope_theta": 70.0, "rope_type": "default"},
+            },
+        ),
+    ],
+)
+def test_rotary_positions_as_transformers_writes_them(
+    kind: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    parameters = rope if kind == "gemma3" else {"rope_type": "default", **rope}
+    # Four times the hidden size is what mlx-lm takes for granted of GPT-NeoX.
+    folder = save_model(
+        tmp_path, kind, hidden=64, intermediate_size=256, rope_parameters=parameters
+    )
+    prompts = some_prompts(0, count=10)
+    error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-2  # mlx-lm approximates GPT-NeoX's GELU
+
+
 def count_positions(engine: MLXEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The new positions of each forward pass from now on, without padding."""
     counted: list[int] = []
