@@ -70,6 +70,22 @@ class ModelConfig:
             return missing
         return {"text_config": {**self._text, **missing}}
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens the layers see that do not see all; None where there are none."""
+        config = self.config
+        found, kinds = config.get("sliding_window"), config.get("layer_types")
+        if type(found) is not int or found < 1:
+            return None
+        if isinstance(kinds, list):
+            return found if "sliding_attention" in kinds else None
+        # Of Qwen's a window is no more than a number until it is switched on, for the last layers.
+        qwen = str(config.get("model_type")).startswith("qwen")
+        layers, first = config.get("num_hidden_layers"), config.get("max_window_layers", 0)
+        if qwen and type(layers) is type(first) is int and first >= layers:
+            return None
+        return found if config.get("use_sliding_window", not qwen) else None
+
     def longest_prompt(self, wanted: int | None) -> int:
         """The longest prompt to serve: the model's own bound, or fewer tokens where `wanted`.
 

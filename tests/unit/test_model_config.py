@@ -34,6 +34,33 @@ def test_one_object_knows_a_models_files() -> None:
     assert "tokenizer.json" in files.tokenizer_files()
 
 
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"hidden_size": 8}, None),
+        ({"sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 40}, 40),
+        ({"text_config": {"model_type": "gemma2", "sliding_window": 40}}, 40),
+        ({"sliding_window": 40, "layer_types": ["full_attention"] * 2}, None),
+        ({"sliding_window": 40, "layer_types": ["full_attention", "sliding_attention"]}, 40),
+        ({"model_type": "qwen2", "sliding_window": 40}, None),
+        ({"model_type": "qwen2", "sliding_window": 40, "use_sliding_window": False}, None),
+        ({"model_type": "qwen2", "sliding_window": 40, "use_sliding_window": True}, 40),
+        (
+            {
+                "model_type": "qwen2", "sliding_window": 40, "use_sliding_window": True,
+                "max_window_layers": 28, "num_hidden_layers": 28,
+            },
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_the_window_that_layers_see(
+    tmp_path: Path, config: dict[str, Any], window: int | None
+) -> None:
+    assert written(tmp_path, config).window == window
+
+
 _LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
