@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, Final
 
 from lmpool.backends.options import check_positive
 from lmpool.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 
@@ -92,6 +95,28 @@ class ModelConfig:
         Raises `SettingsError` for more, and where nobody names a bound.
         """
         return longest_prompt([self.config.get(name) for name in LONGEST_PROMPT_NAMES], wanted)
+
+    def within_window(self, longest: int, wanted: int | None, name: str) -> int:
+        """The longest prompt, up to this, of a model whose layers all see all, as they may in the
+        library that has it as `name`: with a longer one than its window it would be another.
+
+        Raises `SettingsError` where more are `wanted`.
+        """
+        window = self.window
+        if window is None or longest <= window:
+            return longest
+        if wanted is not None:
+            raise SettingsError(
+                f"max_prompt_tokens={wanted}: {name} does not heed the model's window of {window} "
+                "tokens, and longer prompts would have other rows: write that or less, or serve it "
+                "with another engine"
+            )
+        logger.warning(
+            "%s does not heed the model's window of %d tokens: longer prompts are refused",
+            name,
+            window,
+        )
+        return window
 
     def special_tokens(self, vocab_size: int) -> SpecialTokens:
         """The special tokens, each by the first of the files that knows it."""

@@ -95,7 +95,9 @@ class MLXEngine(BatchEngine):
         automatic = _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
         self._forward_tokens = forward_tokens or automatic
         self._forward: Forward | None = Forward(loaded)
-        longest = self._within_window(files.config.window, longest, max_prompt_tokens)
+        if self._forward.has_plain_cache():
+            name = type(loaded).__module__
+            longest = files.config.within_window(longest, max_prompt_tokens, name)
         self._lora = Adapters(loaded, files.folder)
         self._store: KeyValueStore | None = None
         self._kept = KeptPrefixes(0)
@@ -130,28 +132,6 @@ class MLXEngine(BatchEngine):
         )
         head = None if self._head is None else self._head.form
         self.info = replace(self.info, head=head, no_head=reason)
-
-    def _within_window(self, window: int | None, longest: int, wanted: int | None) -> int:
-        """The longest prompt for which it makes no difference that a model heeds no window.
-
-        mlx-lm has several families see all, whose cache is then one of keys and values alone.
-        """
-        forward = self._open()
-        if window is None or longest <= window or not forward.has_plain_cache():
-            return longest
-        name = type(forward.model).__module__
-        if wanted is not None:
-            raise SettingsError(
-                f"max_prompt_tokens={wanted}: {name} does not heed the model's window of {window} "
-                "tokens, and longer prompts would have other rows: write that or less, or serve it "
-                "with another engine"
-            )
-        logger.warning(
-            "%s does not heed the model's window of %d tokens: longer prompts are refused",
-            name,
-            window,
-        )
-        return window
 
     # --- rows ----------------------------------------------------------------------------------
 
