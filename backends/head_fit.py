@@ -78,10 +78,14 @@ def fitted(
     return HeadForm(real.shape[1], numbers, scale, cap, bias)
 
 
-def probes(vocab_size: int, special: Collection[int | None]) -> list[npt.NDArray[np.uint32]]:
-    """Prompts whose states are looked at, of no `special` token: some of those have no state."""
+def probes(
+    vocab_size: int, special: Collection[int | None], longest: int
+) -> list[npt.NDArray[np.uint32]]:
+    """Prompts of up to `longest` tokens whose states are looked at, of no `special` token: some of
+    those have no state."""
     plainest = [token for token in range(vocab_size) if token not in special] or [0]
-    return [np.array(plainest[:size], np.uint32) for size in _PROBES]
+    sizes = sorted({min(size, longest) for size in _PROBES})
+    return [np.array(plainest[:size], np.uint32) for size in sizes]
 
 
 def _states(real: States, products: Callable[[States], Logits]) -> States:

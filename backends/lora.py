@@ -110,7 +110,7 @@ class Lora:
         if not _listed(module, targets) or _listed(module, excluded or ()):
             return False
         layers = config.get("layers_to_transform")
-        if layers is None or layers == []:
+        if module in targets or layers is None or layers == []:  # a whole name, in any layer
             return True
         if config.get("layers_pattern"):
             return module in self.pairs

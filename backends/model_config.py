@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any, Final
 from lmpool.backends.options import check_positive
 from lmpool.errors import SettingsError
 
+logger = logging.getLogger(__name__)
+
 LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+_BESIDE_SCALING: Final = ("rope_theta", "partial_rotary_factor")
+"""What of rotary positions was no part of ``rope_scaling``."""
 
 _ENDLESS: Final = 1 << 24  # tokenizers without a bound say 10**30
 
@@ -28,8 +34,9 @@ class ModelConfig:
         if not outer:
             raise SettingsError(f"{str(folder / 'config.json')!r} is no JSON object")
         text = outer.get("text_config")
+        self._text: dict[str, Any] | None = text if isinstance(text, dict) else None
         # Of a model of text and pictures, only the text is served.
-        self.config: Mapping[str, Any] = {**outer, **text} if isinstance(text, dict) else outer
+        self.config: Mapping[str, Any] = {**outer, **(self._text or {})}
 
     @property
     def dtype(self) -> str | None:
@@ -38,17 +45,49 @@ class ModelConfig:
         return found if isinstance(found, str) else None
 
     def rope_of_before(self) -> dict[str, Any]:
-        """``rope_theta`` and ``rope_scaling``, where config.json has ``rope_parameters`` instead.
+        """``rope_theta``, ``rope_scaling`` and what else config.json had of rotary positions before
+        transformers 5, where it has ``rope_parameters`` instead: to be laid over it.
 
-        transformers 5 writes those; who reads the old names only would take a default for them.
+        Who reads the old names only would take a default for them.
         """
         found = self.config.get("rope_parameters")
-        if not isinstance(found, dict) or "rope_theta" not in found or "rope_theta" in self.config:
+        if not isinstance(found, dict):
             return {}
-        rope: dict[str, Any] = {"rope_theta": found["rope_theta"]}
-        if found.get("rope_type", "default") != "default":
-            rope["rope_scaling"] = {k: v for k, v in found.items() if k != "rope_theta"}
-        return rope
+        # Some models place tokens otherwise in layers that see a window.
+        everywhere, window = found.get("full_attention", found), found.get("sliding_attention")
+        if not isinstance(everywhere, dict) or "rope_theta" not in everywhere:
+            return {}
+        theta = everywhere["rope_theta"]
+        rope = {"rope_theta": theta, "rotary_emb_base": theta, "rope_scaling": None}
+        kind = everywhere.get("rope_type", "default")
+        if kind != "default":
+            scaling = {k: v for k, v in everywhere.items() if k not in _BESIDE_SCALING}
+            rope["rope_scaling"] = {**scaling, "type": kind}
+        part = everywhere.get("partial_rotary_factor")
+        if part is not None:
+            rope |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), part)
+        if isinstance(window, dict) and "rope_theta" in window:
+            rope["rope_local_base_freq"] = window["rope_theta"]
+        missing = {name: value for name, value in rope.items() if name not in self.config}
+        if self._text is None or not missing:
+            return missing
+        return {"text_config": {**self._text, **missing}}
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens the layers see that do not see all; None where there are none."""
+        config = self.config
+        found, kinds = config.get("sliding_window"), config.get("layer_types")
+        if type(found) is not int or found < 1:
+            return None
+        if isinstance(kinds, list):
+            return found if "sliding_attention" in kinds else None
+        # Of Qwen's a window is no more than a number until it is switched on, for the last layers.
+        qwen = str(config.get("model_type")).startswith("qwen")
+        layers, first = config.get("num_hidden_layers"), config.get("max_window_layers", 0)
+        if qwen and type(layers) is type(first) is int and first >= layers:
+            return None
+        return found if config.get("use_sliding_window", not qwen) else None
 
     def longest_prompt(self, wanted: int | None) -> int:
         """The longest prompt to serve: the model's own bound, or fewer tokens where `wanted`.
@@ -56,6 +95,28 @@ class ModelConfig:
         Raises `SettingsError` for more, and where nobody names a bound.
         """
         return longest_prompt([self.config.get(name) for name in LONGEST_PROMPT_NAMES], wanted)
+
+    def within_window(self, longest: int, wanted: int | None, name: str) -> int:
+        """The longest prompt, up to this, of a model whose layers all see all, as they may in the
+        library that has it as `name`: with a longer one than its window it would be another.
+
+        Raises `SettingsError` where more are `wanted`.
+        """
+        window = self.window
+        if window is None or longest <= window:
+            return longest
+        if wanted is not None:
+            raise SettingsError(
+                f"max_prompt_tokens={wanted}: {name} does not heed the model's window of {window} "
+                "tokens, and longer prompts would have other rows: write that or less, or serve it "
+                "with another engine"
+            )
+        logger.warning(
+            "%s does not heed the model's window of %d tokens: longer prompts are refused",
+            name,
+            window,
+        )
+        return window
 
     def special_tokens(self, vocab_size: int) -> SpecialTokens:
         """The special tokens, each by the first of the files that knows it."""

@@ -32,7 +32,7 @@ class ModelHead:
         self.weights, self.bias = matrix.weights, matrix.bias
         assert forward.head is not None
         head, hidden = forward.head, matrix.hidden_size
-        prompts = probes(vocab_size, forward.special)
+        prompts = probes(vocab_size, forward.special, forward.places)
         with head.giving_states():
             real = torch.cat([forward([prompt]) for prompt in prompts])
         if real.shape[1] != hidden:

@@ -220,7 +220,8 @@ def _requirements(
             f"{' and '.join(_ATTENTION)} do"
         )
     # A layer keeps no more than its window: a few tokens that are in the least one.
-    count = max(1, min([5, *(size - 1 for size in _windows(config).values())]))
+    windows = [size - 1 for size in _windows(config).values()]
+    count = max(1, min([5, forward.places, *windows]))
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.arange(count, device=device)[None] % vocab_size
     assert forward.head is not None

@@ -58,7 +58,8 @@ class MLXEngine(BatchEngine):
 
     Models that need more than the keys and values of every position (sliding windows, recurrent
     states) are served without padding and without kept prefixes; a warning says so, and
-    `keeps_prefixes` is False.
+    `keeps_prefixes` is False. Where mlx-lm has the layers see all instead of a window, as Mistral's
+    and Gemma 2's, no prompt is longer than the window.
 
     Rows are float32 log-probabilities or, from a head that computes in bfloat16, the bits of its
     logits. The thread that makes the engine is the only one that may use it: MLX evaluates an array
@@ -94,6 +95,9 @@ class MLXEngine(BatchEngine):
         automatic = _FORWARD_TOKENS_GPU if on_gpu() else _FORWARD_TOKENS_CPU
         self._forward_tokens = forward_tokens or automatic
         self._forward: Forward | None = Forward(loaded)
+        if self._forward.has_plain_cache():
+            name = type(loaded).__module__
+            longest = files.config.within_window(longest, max_prompt_tokens, name)
         self._lora = Adapters(loaded, files.folder)
         self._store: KeyValueStore | None = None
         self._kept = KeptPrefixes(0)
@@ -122,8 +126,9 @@ class MLXEngine(BatchEngine):
         )
         """Whether prompts share a padded forward pass and kept prefixes."""
         self.score_tokens = self._forward_tokens if self._try_head() else 0
+        special_ids = (special.bos, special.pad, *special.eos)
         self._head, reason = head_of(
-            self._forward, vocab_size, (special.bos, special.pad, *special.eos), files.config.config
+            self._forward, vocab_size, special_ids, longest, files.config.config
         )
         head = None if self._head is None else self._head.form
         self.info = replace(self.info, head=head, no_head=reason)

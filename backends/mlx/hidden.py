@@ -74,10 +74,14 @@ class ModelHead:
 
 
 def head_of(
-    forward: Forward, vocab_size: int, special: Sequence[int | None], config: Mapping[str, Any]
+    forward: Forward,
+    vocab_size: int,
+    special: Sequence[int | None],
+    longest: int,
+    config: Mapping[str, Any],
 ) -> tuple[ModelHead | None, str]:
     """The head of a model, or why there is none that others may apply."""
-    prompts = probes(vocab_size, special)
+    prompts = probes(vocab_size, special, longest)
     name = type(forward.model).__module__.rpartition(".")[2]
     return head_or_reason(name, lambda: ModelHead(forward, vocab_size, prompts, config))
 

@@ -46,7 +46,8 @@ class SGLangEngine(ContinuousEngine[str]):
 
     `model` is ``tiny``, a folder, or a hub id (then with an optional `revision`). `dtype` is
     ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, the model's own on a
-    GPU. `max_prompt_tokens` lowers the bound on prompts, which is a few tokens below the model's.
+    GPU. `max_prompt_tokens` lowers the bound on prompts, which is a few tokens below the model's,
+    or the window of a model whose layers SGLang has see all instead, as Mistral's and Phi-3's.
     Up to `max_loras` adapters are in one batch, and any number is loaded; 0 for none. They have a
     rank of `max_lora_rank` or less and change layers of the names in `lora_targets`. `server_args`
     are SGLang's own, by their names in its `ServerArgs` (``mem_fraction_static``,
@@ -106,6 +107,13 @@ class SGLangEngine(ContinuousEngine[str]):
         )
         stage("trial")
         self._scheduler: SGLangScheduler | None = scheduler
+        if not scheduler.heeds_windows:
+            name = f"SGLang's {scheduler.architecture}"
+            try:
+                longest = files.config.within_window(longest, max_prompt_tokens, name)
+            except SettingsError:
+                scheduler.close()
+                raise
         self._bfloat16 = scheduler.dtype == "bfloat16"
         # Copied off a GPU is what was asked for. On a CPU NumPy is as fast, and copies nothing.
         self._reduce = scheduler.device == "cuda"
@@ -118,7 +126,7 @@ class SGLangEngine(ContinuousEngine[str]):
     def _find_head(self, files: ModelFiles) -> tuple[ModelHead | None, str]:
         info, scheduler = self.info, self._open()
         special = (info.bos_token_id, info.pad_token_id, *info.eos_token_ids)
-        prompts = probes(info.vocab_size, special)
+        prompts = probes(info.vocab_size, special, info.max_prompt_tokens)
         config = files.config.config
         name = scheduler.architecture
         fatal = (EngineBroken,)

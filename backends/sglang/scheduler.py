@@ -212,6 +212,12 @@ class SGLangScheduler:
         return type(self._runner.model).__name__
 
     @property
+    def heeds_windows(self) -> bool:
+        """Whether there are layers that do not see all."""
+        sizes = (getattr(m, "sliding_window_size", None) for m in self._runner.model.modules())
+        return any(size is not None and size > -1 for size in sizes)
+
+    @property
     def longest_prompt(self) -> int:
         """The longest prompt that it takes: a few tokens less than the model does."""
         return int(self._scheduler.max_req_input_len) - 1

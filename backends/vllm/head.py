@@ -53,7 +53,7 @@ class ModelHead:
         """
         states, rows = [], []
         special = (info.bos_token_id, info.pad_token_id, *info.eos_token_ids)
-        for tokens in probes(info.vocab_size, special):
+        for tokens in probes(info.vocab_size, special, info.max_prompt_tokens):
             state = run(Request(b"probe", tokens, want=Hidden()))
             row = run(Request(b"probe", tokens, want=Row()))
             if not isinstance(state.answer, np.ndarray) or row.row is None:

@@ -50,6 +50,97 @@ def check_stops(stop: object) -> list[str]:
     return [each for each in given if each]
 
 
+class _Stops:
+    """Texts that end a continuation, by one tokenizer.
+
+    They are looked for in the text that is told, which has no special tokens: one of special tokens
+    alone is looked for among the tokens, and one that has some beside others is nowhere.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden: dict[int, bool] = {}
+        self.texts: list[str] = []
+        self.tokens: list[list[int]] = []
+        self.hints: list[list[int]] = []
+        """Tokens whose text has a stop."""
+        for each in stop:
+            ids: list[int] = tokenizer.encode(each, add_special_tokens=False)
+            hidden = [token for token in ids if self.hides(token)]
+            if hidden and not self.told(ids) and each in tokenizer.decode(hidden):
+                self.tokens.append(hidden)
+                self.hints.append(hidden)
+                continue
+            self.texts.append(each)
+            if each in self.told(ids):
+                self.hints.append(ids)
+        self.longest = max(map(len, self.texts), default=0)
+
+    def told(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def hides(self, token: int) -> bool:
+        """Whether a token is special, and so in no text."""
+        found = self._hidden.get(token)
+        if found is None:
+            found = not self.told([token]) and bool(self._tokenizer.decode([token]))
+            self._hidden[token] = found
+        return found
+
+
+class _Reader:
+    """Reads a continuation token by token, up to the first stop: how its tokens come in pieces
+    makes no difference."""
+
+    def __init__(self, stops: _Stops) -> None:
+        self.text = ""
+        """What was read: whole characters, and nothing from the stop on."""
+        self.count = 0
+        """How many tokens were read."""
+        self._stops = stops
+        self._ids: list[int] = []
+        self._window: list[int] = []
+        """The last tokens: those whose text came last, as some tokens say other things alone, and
+        those behind them that end within a character."""
+        self._before = 0
+        """How many of them are the former."""
+        self._seen = 0
+        """How many characters of their text were read."""
+
+    def read(self, token: int) -> bool:
+        """Whether a stop ends with this token."""
+        stops = self._stops
+        self._ids.append(token)
+        self.count += 1
+        if stops.hides(token):
+            ended = any(self._ids[-len(each) :] == each for each in stops.tokens)
+            if ended:
+                self.text += self._new()
+            return ended
+        self._window.append(token)
+        new = self._new()
+        whole = new.rstrip("\ufffd")
+        if not whole:
+            return False
+        self._seen += len(whole)
+        if whole == new:
+            self._window = self._window[self._before :]
+            self._before, self._seen = len(self._window), len(stops.told(self._window))
+        begin = max(0, len(self.text) - stops.longest + 1)
+        self.text += whole
+        places = ((self.text.find(each, begin), len(each)) for each in stops.texts)
+        found = [(at + size, at) for at, size in places if at >= 0]
+        if found:  # the one that ends first, the longest of those
+            self.text = self.text[: min(found)[1]]
+        return bool(found)
+
+    def _new(self) -> str:
+        """What was not read yet, and may end within a character."""
+        return self._stops.told(self._window)[self._seen :]
+
+
 async def continue_text(
     lm: PooledLM[Any],
     token_ids: Sequence[int],
@@ -60,18 +151,14 @@ async def continue_text(
 ) -> Continued:
     """What `want` draws after a prompt, up to the first of the texts in `stop`.
 
-    Raises what `PooledLM.stream` raises.
+    A stop is looked for in the text, without special tokens; one that is special tokens alone, such
+    as ``"<|im_end|>"``, ends at these. Raises what `PooledLM.stream` raises.
     """
-    tokenizer: Any = lm.tokenizer
     if not stop:
         return continued(lm, await lm.ask(token_ids, want, lora_name, timeout=timeout))
+    stops = _Stops(lm.tokenizer, stop)
     # What most often comes ends the job where it is drawn; whatever else, the reader below.
-    hints = [tokenizer.encode(each, add_special_tokens=False) for each in stop]
-    hints = [
-        ids
-        for ids, each in zip(hints, stop, strict=True)
-        if 0 < len(ids) <= MAX_HINT_TOKENS and each in tokenizer.decode(ids)
-    ]
+    hints = [ids for ids in stops.hints if len(ids) <= MAX_HINT_TOKENS]
     given = {
         name: getattr(want, name)
         for name in (
@@ -79,42 +166,39 @@ async def continue_text(
             "logprobs", "top_logprobs",
         )
     }  # fmt: skip
-    span = max(len(each.encode()) for each in stop) + 8
     parts: list[Generation] = []
-    ids: list[int] = []
-    stops = [*want.stop, *hints][:MAX_HINTS]
-    reading = lm.stream(token_ids, stop=stops, lora_name=lora_name, timeout=timeout, **given)
+    reader = _Reader(stops)
+    ended = False
+    reading = lm.stream(
+        token_ids,
+        stop=[*want.stop, *hints][:MAX_HINTS],
+        lora_name=lora_name,
+        timeout=timeout,
+        **given,
+    )
     pieces = cast("AsyncGenerator[Piece]", reading)
     async with aclosing(pieces):  # which withdraws what is left
         async for piece in pieces:
-            ids += piece.token_ids.tolist()
             told = piece.finish_reason or "stop", piece.logprobs, piece.top_logprobs
             parts.append(Generation(piece.token_ids, piece.ending, *told))
-            tail = tokenizer.decode(ids[-(piece.token_ids.size + span) :])
-            if any(each in tail for each in stop):
+            ended = any(map(reader.read, piece.token_ids.tolist()))
+            if ended:
                 break
-    return continued(lm, _joined(parts), stop)
+    whole = _joined(parts)
+    if not ended:
+        return continued(lm, whole)
+    whole = _first(replace(whole, finish_reason="stop"), reader.count)
+    return _told(whole, reader.text)
 
 
-def continued(lm: PooledLM[Any], whole: Generation, stop: Sequence[str] = ()) -> Continued:
-    """A continuation up to the first of the texts in `stop`, as text."""
+def continued(lm: PooledLM[Any], whole: Generation) -> Continued:
+    """A continuation with its text."""
     tokenizer: Any = lm.tokenizer
+    return _told(whole, tokenizer.decode(whole.token_ids.tolist(), skip_special_tokens=True))
+
+
+def _told(whole: Generation, text: str) -> Continued:
     ids: list[int] = whole.token_ids.tolist()
-    if any(each in tokenizer.decode(ids) for each in stop):
-        # The fewest tokens whose text has a stop.
-        least, most = 1, len(ids)
-        while least < most:
-            middle = (least + most) // 2
-            if any(each in tokenizer.decode(ids[:middle]) for each in stop):
-                most = middle
-            else:
-                least = middle + 1
-        whole = _first(replace(whole, finish_reason="stop"), most)
-        ids = ids[:most]
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    ends = [at for at in (text.find(each) for each in stop) if at >= 0]
-    if ends:
-        text = text[: min(ends)]
     return Continued(text, ids, whole.finish_reason, whole.logprobs, whole.top_logprobs)
 
 

@@ -84,6 +84,23 @@ def test_logits_that_are_scaled(
     check_states(engine)
 
 
+@pytest.mark.parametrize("positions", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "llama"])
+def test_models_of_few_positions(kind: str, positions: int, tmp_path: Path) -> None:
+    """No prompt that is tried is longer than the table that a model has of its positions."""
+    name = "n_positions" if kind == "gpt2" else "max_position_embeddings"
+    engine = HFEngine(save_model(tmp_path, kind, **{name: positions}))
+    assert engine.info.max_prompt_tokens == positions
+    prompts = [list(range(5, 5 + size)) for size in range(1, positions + 1)]
+    head = read_head(engine)
+    assert head is not None, engine.info.no_head
+    made = head.logprobs(states_of(engine, prompts))
+    np.testing.assert_allclose(made, rows_of(engine, prompts), atol=1e-4)
+    kept = engine.statistics()
+    assert kept is not None or kind == "gpt_neo", engine.info.execution
+    engine.close()
+
+
 def test_states_in_company_kept_and_alone(tmp_path: Path) -> None:
     """Beside rows, scores and reduced answers, of kept prefixes, and in little memory."""
     folder = save_model(tmp_path, "llama")

@@ -29,7 +29,14 @@ from tests.support.hf_texts import (  # noqa: E402
     reference_rows,
     save_patterned_adapter,
 )
-from tests.support.models import LONGEST, VOCAB, save_model, without_prefix  # noqa: E402
+from tests.support.models import (  # noqa: E402
+    LONGEST,
+    VOCAB,
+    WINDOW,
+    WINDOWED,
+    save_model,
+    without_prefix,
+)
 
 pytestmark = [pytest.mark.engine]
 
@@ -82,6 +89,52 @@ def test_models_that_batch_and_models_that_do_not(
     assert np.abs(rows_of(engine, prompts) - reference.rows(prompts)).max() < 1e-4
     assert engine.info.vocab_size == VOCAB
     engine.cache_prefix(np.array([1, 2, 3], np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("phi", {"rope_theta": 500.0, "partial_rotary_factor": 0.75}),
+        ("gpt_neox", {"rope_theta": 500.0, "partial_rotary_factor": 0.75}),
+        (
+            "gemma3",
+            {
+                "full_attention": {"rope_theta": 300.0, "rope_type": "linear", "factor": 4.0},
+                "sliding_attention": {"rope_theta": 70.0, "rope_type": "default"},
+            },
+        ),
+    ],
+)
+def test_rotary_positions_as_transformers_writes_them(
+    kind: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    parameters = rope if kind == "gemma3" else {"rope_type": "default", **rope}
+    # Four times the hidden size is what mlx-lm takes for granted of GPT-NeoX.
+    folder = save_model(
+        tmp_path, kind, hidden=64, intermediate_size=256, rope_parameters=parameters
+    )
+    prompts = some_prompts(0, count=10)
+    error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-2  # mlx-lm approximates GPT-NeoX's GELU
+
+
+@pytest.mark.parametrize("kind", [*sorted({*WINDOWED} - {"llama4"}), "phi3", "starcoder2"])
+def test_no_prompt_is_longer_than_a_window_that_is_not_heeded(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(tmp_path, kind, hidden=64)
+    with caplog.at_level(logging.WARNING):
+        engine = MLXEngine(folder)
+    heeded = kind == "gemma3"
+    longest = engine.info.max_prompt_tokens
+    assert longest == (LONGEST if heeded else WINDOW)
+    assert ("does not heed" in caplog.text) != heeded
+    prompts = [*some_prompts(0, count=6, longest=longest), list(range(5, 5 + longest))]
+    assert np.abs(rows_of(engine, prompts) - Reference(folder).rows(prompts)).max() < 1e-2
+    if not heeded:
+        with pytest.raises(SettingsError, match=r"max_prompt_tokens=13: .*window of 12 tokens"):
+            MLXEngine(folder, max_prompt_tokens=WINDOW + 1)
+    assert MLXEngine(folder, max_prompt_tokens=WINDOW).info.max_prompt_tokens == WINDOW
 
 
 def count_positions(engine: MLXEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -34,7 +34,7 @@ from tests.support.hf_texts import (  # noqa: E402
     save_adapter,
     save_patterned_adapter,
 )
-from tests.support.models import LONGEST, VOCAB, save_model  # noqa: E402
+from tests.support.models import LONGEST, VOCAB, WINDOW, save_model  # noqa: E402
 from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
 pytestmark = [pytest.mark.engine, *WARNINGS]
@@ -81,6 +81,27 @@ def test_a_start_is_told_stage_by_stage(tiny_engine: Callable[..., SGLangEngine]
     with Listening(heard.append):
         tiny_engine(max_prompt_tokens=LONGEST - 3)  # options of nobody else: it is made anew
     assert heard == ["weights", "trial"]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "phi3", "windowed mistral"])
+def test_no_prompt_is_longer_than_a_window_that_is_not_heeded(
+    kind: str, tmp_path: Path, no_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(tmp_path, kind, hidden=128)
+    with caplog.at_level("WARNING"):
+        engine = SGLangEngine(folder)
+    longest = engine.info.max_prompt_tokens
+    engine.close()
+    heeded = kind == "gemma3"
+    assert (longest > WINDOW) if heeded else (longest == WINDOW)
+    assert ("does not heed" in caplog.text) != heeded
+    if not heeded:
+        # It leaves the process's place free, too.
+        with pytest.raises(SettingsError, match=r"max_prompt_tokens=13: .*window of 12 tokens"):
+            SGLangEngine(folder, max_prompt_tokens=WINDOW + 1)
+        engine = SGLangEngine(folder, max_prompt_tokens=WINDOW)
+        assert engine.info.max_prompt_tokens == WINDOW
+        engine.close()
 
 
 def overflow(engine: SGLangEngine) -> None:

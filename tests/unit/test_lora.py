@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file
 
-from lmpool.backends.lora import mistaken, read_lora
+from lmpool.backends.lora import Lora, mistaken, read_lora
 from lmpool.errors import AdapterError
 from lmpool.tensor_files import ModelTensors, StoredTensor, stored_tensors, write_tensors
 
@@ -78,6 +79,32 @@ def test_no_pattern_is_run(tmp_path: Path, config: dict[str, Any]) -> None:
     if config.get("target_modules") == ["proj"]:
         config = {**config, "target_modules": ["q_proj", "v_proj"]}
     assert read_lora(write(tmp_path, **config)).pairs.keys() == {Q, V}
+
+
+NAMES = (
+    "lm_head", "model.embed_tokens", "h.0.attn.c_proj", "h.1.c_proj",
+    *(f"model.layers.{n}.{part}" for n in range(3) for part in ("q_proj", "mlp.experts.1.w1")),
+)  # fmt: skip
+
+
+def test_the_modules_that_are_asked_for_are_those_of_peft() -> None:
+    """By lists of names, whole ones and ends, and by layers."""
+    peft = pytest.importorskip("peft")
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    dice = random.Random(0)
+    ends = sorted({".".join(name.split(".")[-n:]) for name in NAMES for n in (1, 2, 3, 9)})
+    for _ in range(400):
+        config = {
+            "target_modules": dice.sample(ends, dice.randint(1, 4)),
+            "exclude_modules": dice.choice([None, [], dice.sample(ends, 2)]),
+            "layers_to_transform": dice.choice([None, 0, 1, [], [0], [1, 2]]),
+        }
+        theirs = peft.LoraConfig(**config)
+        lora = Lora(Path(), config, {}, {})
+        for name in NAMES:
+            asked = check_target_module_exists(theirs, name) is True
+            assert lora.asks_for(name) is asked, (name, config)
 
 
 def test_what_only_a_pattern_would_tell_is_refused(tmp_path: Path) -> None:

@@ -34,6 +34,76 @@ def test_one_object_knows_a_models_files() -> None:
     assert "tokenizer.json" in files.tokenizer_files()
 
 
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"hidden_size": 8}, None),
+        ({"sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 40}, 40),
+        ({"text_config": {"model_type": "gemma2", "sliding_window": 40}}, 40),
+        ({"sliding_window": 40, "layer_types": ["full_attention"] * 2}, None),
+        ({"sliding_window": 40, "layer_types": ["full_attention", "sliding_attention"]}, 40),
+        ({"model_type": "qwen2", "sliding_window": 40}, None),
+        ({"model_type": "qwen2", "sliding_window": 40, "use_sliding_window": False}, None),
+        ({"model_type": "qwen2", "sliding_window": 40, "use_sliding_window": True}, 40),
+        (
+            {
+                "model_type": "qwen2", "sliding_window": 40, "use_sliding_window": True,
+                "max_window_layers": 28, "num_hidden_layers": 28,
+            },
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_the_window_that_layers_see(
+    tmp_path: Path, config: dict[str, Any], window: int | None
+) -> None:
+    assert written(tmp_path, config).window == window
+
+
+_LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "before"),
+    [
+        (None, {}),
+        ({"rope_type": "default"}, {}),
+        (
+            {"rope_theta": 500.0, "rope_type": "default"},
+            {"rope_theta": 500.0, "rotary_emb_base": 500.0, "rope_scaling": None},
+        ),
+        (
+            {"rope_theta": 500.0, "partial_rotary_factor": 0.5, **_LINEAR},
+            {
+                "rope_theta": 500.0, "rotary_emb_base": 500.0,
+                "partial_rotary_factor": 0.5, "rotary_pct": 0.5,
+                "rope_scaling": {"type": "linear", **_LINEAR},
+            },
+        ),
+        (
+            {
+                "full_attention": {"rope_theta": 500.0, **_LINEAR},
+                "sliding_attention": {"rope_theta": 70.0, "rope_type": "default"},
+            },
+            {
+                "rope_theta": 500.0, "rotary_emb_base": 500.0, "rope_local_base_freq": 70.0,
+                "rope_scaling": {"type": "linear", **_LINEAR},
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_rotary_positions_by_the_names_of_before(
+    tmp_path: Path, rope: object, before: dict[str, Any]
+) -> None:
+    config = {"hidden_size": 8, "rope_parameters": rope}
+    assert written(tmp_path, config).rope_of_before() == before
+    told = {**config, **dict.fromkeys(before, "told")}
+    assert written(tmp_path, told).rope_of_before() == {}
+    found = written(tmp_path, {"text_config": config}).rope_of_before()
+    assert found == ({"text_config": {**config, **before}} if before else {})
+
+
 def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     files = ModelFiles("tiny")
