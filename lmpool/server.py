@@ -152,7 +152,10 @@ def explained(url: str) -> Iterator[None]:
             f"{shown} refused the user or password: check the URL's user:password@ part"
         ) from None
     except redis.exceptions.NoPermissionError as error:
-        raise ServerRefused(f"{shown} does not permit this user: {error}") from None
+        raise ServerRefused(
+            f"{shown} does not permit this user: {error}. Use a URL with a user of another role: "
+            "deploy/redis/users.acl says what each may"
+        ) from None
     except LOST as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ServerUnreachable(f"no answer from {shown}: {reason}. {remedy(url)}") from None

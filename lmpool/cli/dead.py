@@ -60,6 +60,7 @@ def show(
     from lmpool import dead_letters
     from lmpool.producer import connect
 
+    _check_chosen(names, every)
     with connect(url, pool) as lm:
         letters = _chosen(dead_letters.read(lm), names, every)
     if as_json:
@@ -96,6 +97,7 @@ def retry(
     from lmpool import dead_letters
     from lmpool.producer import connect
 
+    _check_chosen(names, every)
     console = lines()
     failed = 0
     with connect(url, pool) as lm:
@@ -128,6 +130,7 @@ def drop(
     from lmpool import dead_letters
     from lmpool.producer import connect
 
+    _check_chosen(names, every)
     with connect(url, pool) as lm:
         dropped = dead_letters.drop(lm, _chosen(dead_letters.read(lm), names, every))
     if as_json:
@@ -136,12 +139,15 @@ def drop(
         lines().print(f"{dropped} dropped")
 
 
+def _check_chosen(names: list[str] | None, every: bool) -> None:
+    if bool(names) == every:
+        raise PromptError("name entries, as lmpool dead list shows them, or write --all")
+
+
 def _chosen(
     letters: Iterable[DeadLetter], names: list[str] | None, every: bool
 ) -> list[DeadLetter]:
     """Those of the names that were written, or all; an error names one that there is not."""
-    if bool(names) == every:
-        raise PromptError("name entries, as lmpool dead list shows them, or write --all")
     if every:
         return list(letters)
     known = {letter.name: letter for letter in letters}

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from typing import Any, Final
 
 from fastapi.exceptions import RequestValidationError
@@ -47,6 +48,16 @@ SMALL_BODY: Final = 1 << 16
 """Bytes that are read without leaving the event loop to others."""
 
 
+def is_json(request: HttpRequest) -> bool:
+    """Whether FastAPI, which asks the same, reads its body as JSON."""
+    message = Message()
+    message["content-type"] = request.headers.get("content-type", "")
+    kind = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (
+        kind == "json" or kind.endswith("+json")
+    )
+
+
 class _JsonRequest(HttpRequest):
     """A request whose 1.0 is an integer too, as JSON's schemas have it."""
 
@@ -64,7 +75,7 @@ class _JsonRequest(HttpRequest):
         """Make of a large body what the route takes, beside the event loop: FastAPI, which is given
         that, leaves it as it is. Raises `RequestValidationError`."""
         body = await self.body()
-        if len(body) <= SMALL_BODY or not self._is_json():
+        if len(body) <= SMALL_BODY or not is_json(self):
             return
         try:
             self._made = await aside(self._shaped, body, shape)
@@ -79,10 +90,6 @@ class _JsonRequest(HttpRequest):
                 found = error.errors(include_url=False, include_input=False)
                 every = [{**each, "loc": ("body", *each["loc"])} for each in found]
                 raise RequestValidationError(every) from None
-
-    def _is_json(self) -> bool:
-        media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return media.startswith("application/") and media.endswith(("/json", "+json"))
 
     def _read(self, body: bytes) -> Any:
         try:

@@ -21,21 +21,23 @@ from lmpool.gateway.sampling import MAX_PROMPTS
 from lmpool.gateway.schemas import SMALL_BODY, JsonRoute, Request
 from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
+JSON = "application/json; charset=utf-8"
 
-def posted(app: Any, path: str, content: bytes) -> httpx.Response:
+
+def posted(app: Any, path: str, content: bytes, kind: str = JSON) -> httpx.Response:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-            headers = {"content-type": "application/json; charset=utf-8"}
+            headers = {"content-type": kind}
             return await http.post(path, content=content, headers=headers)
 
     return asyncio.run(ask())
 
 
-def refusal(path: str, body: str) -> tuple[int, str]:
+def refusal(path: str, body: str, kind: str = JSON) -> tuple[int, str]:
     """Of a gateway whose pool is not there: a body that is taken is a 503."""
     app = create_app(GatewayOptions((PoolAddress("pool"),), queue_timeout=0.001))
-    answer = posted(app, path, body.encode())
+    answer = posted(app, path, body.encode(), kind)
     return answer.status_code, answer.json()["error"]["message"]
 
 
@@ -131,6 +133,25 @@ def test_a_large_body_that_is_wrong_is_refused_as_a_small_one() -> None:
         small, large = (refusal("/v1/completions", body % some) for some in ("", blanks))
         assert small == large
         assert small[0] in (400, 422)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_json"),
+    [
+        ("application/json", True),
+        (JSON, True),
+        ("APPLICATION/JSON", True),
+        ("application/foo+json", True),
+        ("application/x/json", False),
+        ("application/x-json", False),
+        ("text/json", False),
+        ("", False),
+    ],
+)
+def test_a_large_body_is_json_where_a_small_one_is(kind: str, is_json: bool) -> None:
+    for blanks in ("", " " * SMALL_BODY):
+        _, said = refusal("/v1/completions", f'{{"prompt":5{blanks}}}', kind)
+        assert said.startswith("prompt: " if is_json else "the body is not read as JSON")
 
 
 def test_no_garbage_is_looked_for_among_the_lists_of_a_body() -> None:

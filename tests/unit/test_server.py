@@ -279,6 +279,12 @@ def test_exceptions_of_the_client_become_ours(error: Exception, kind: type[Excep
     assert told.value.__cause__ is None
 
 
+def test_who_may_not_is_told_where_it_stands_who_may() -> None:
+    said = r"may not\. Use a URL .*deploy/redis/users\.acl"
+    with pytest.raises(ServerRefused, match=said), explained("redis://h"):
+        raise E.NoPermissionError("this user may not")
+
+
 def test_other_exceptions_pass() -> None:
     with pytest.raises(KeyError), explained("redis://h"):
         raise KeyError
