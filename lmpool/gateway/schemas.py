@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.checks import quoted
+from lmpool.gateway import json_reading
 from lmpool.gateway.aside import aside
 
 
@@ -93,6 +94,8 @@ class _JsonRequest(HttpRequest):
 
     def _read(self, body: bytes) -> Any:
         try:
+            if len(body) > SMALL_BODY:
+                return json_reading.loads(body, _number)
             return json.loads(body, parse_float=_number)
         except (ValueError, RecursionError) as error:
             # FastAPI would say of no other error what it is.

@@ -15,9 +15,10 @@ import pytest
 from fastapi import FastAPI
 from pydantic import AfterValidator
 
+from lmpool.gateway import json_reading
 from lmpool.gateway.app import create_app
 from lmpool.gateway.options import GatewayOptions, PoolAddress
-from lmpool.gateway.sampling import MAX_PROMPTS
+from lmpool.gateway.sampling import MAX_PROMPT_IDS, MAX_PROMPTS
 from lmpool.gateway.schemas import SMALL_BODY, JsonRoute, Request
 from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
@@ -73,6 +74,30 @@ def test_more_ids_than_can_be_asked_for_are_not_looked_at(
     assert status == 400
     assert said.startswith(place)
     assert f"at most {MAX_TOKEN_IDS} items" in said
+
+
+def test_a_prompt_of_more_ids_than_any_model_takes_is_not_looked_at() -> None:
+    for path, name in (("/v1/completions", "prompt"), ("/inference/v1/generate", "token_ids")):
+        ids = ",".join(["1"] * (MAX_PROMPT_IDS + 1))
+        body = f'{{"{name}":[{ids}],"sampling_params":{{}}}}'
+        status, said = refusal(path, body)
+        assert status == 400
+        assert f"at most {MAX_PROMPT_IDS} items" in said
+
+
+def test_a_large_body_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    read = json_reading.loads
+
+    def seen(body: bytes, parse_float: Any) -> Any:
+        sizes.append(len(body))
+        return read(body, parse_float)
+
+    monkeypatch.setattr(json_reading, "loads", seen)
+    for blanks in ("", " " * SMALL_BODY):
+        assert refusal("/v1/completions", f'{{"prompt":[1]{blanks}}}')[0] == 503
+    (size,) = sizes
+    assert size > SMALL_BODY
 
 
 class Seen:
