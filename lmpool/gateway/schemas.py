@@ -81,7 +81,7 @@ class _JsonRequest(HttpRequest):
         try:
             self._made = await aside(self._shaped, body, shape)
         except json.JSONDecodeError as error:
-            self._wrong = error  # FastAPI says what it is
+            self._wrong = error.with_traceback(None)  # FastAPI says what it is
 
     def _shaped(self, body: bytes, shape: TypeAdapter[Any]) -> Any:
         with _nothing_collected():
@@ -89,8 +89,9 @@ class _JsonRequest(HttpRequest):
                 return shape.validate_python(self._read(body), from_attributes=True)  # as FastAPI
             except ValidationError as error:
                 found = error.errors(include_url=False, include_input=False)
-                every = [{**each, "loc": ("body", *each["loc"])} for each in found]
-                raise RequestValidationError(every) from None
+            # Not within: that one has all of the body, and would be freed by the event loop.
+            every = [{**each, "loc": ("body", *each["loc"])} for each in found]
+            raise RequestValidationError(every)
 
     def _read(self, body: bytes) -> Any:
         try:
@@ -98,8 +99,9 @@ class _JsonRequest(HttpRequest):
                 return json_reading.loads(body, _number)
             return json.loads(body, parse_float=_number)
         except (ValueError, RecursionError) as error:
-            # FastAPI would say of no other error what it is.
-            raise json.JSONDecodeError(self._why(error), "", 0) from None
+            why = self._why(error)
+        # FastAPI would say of no other error what it is; what was read so far is of that one.
+        raise json.JSONDecodeError(why, "", 0)
 
     def _why(self, error: Exception) -> str:
         coding = self.headers.get("content-encoding", "identity")

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import AfterValidator
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, TypeAdapter
 
 from lmpool.gateway import json_reading
 from lmpool.gateway.app import create_app
 from lmpool.gateway.options import GatewayOptions, PoolAddress
 from lmpool.gateway.sampling import MAX_PROMPT_IDS, MAX_PROMPTS
-from lmpool.gateway.schemas import SMALL_BODY, JsonRoute, Request
+from lmpool.gateway.schemas import SMALL_BODY, JsonRoute, Request, _JsonRequest
 from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
 JSON = "application/json; charset=utf-8"
@@ -188,3 +189,14 @@ def test_no_garbage_is_looked_for_among_the_lists_of_a_body() -> None:
     # Those of what serves it: of the lists alone there would be hundreds.
     assert seen.collections < 20
     assert gc.isenabled()
+
+
+def test_what_is_wrong_with_a_large_body_does_not_keep_it() -> None:
+    class Body(Request):
+        first: int
+
+    request = _JsonRequest({"type": "http", "headers": []})
+    for body in (b'{"numbers":[[1],[2]]}', b'{"numbers":[[1],[2]'):
+        with pytest.raises((RequestValidationError, json.JSONDecodeError)) as told:
+            request._shaped(body, TypeAdapter(Body))
+        assert told.value.__context__ is None
