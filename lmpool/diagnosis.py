@@ -16,6 +16,7 @@ from lmpool.checks import counted
 from lmpool.errors import LmpoolError
 from lmpool.model_info import MAX_LANES, ModelInfo
 from lmpool.server import check_version
+from lmpool.server_url import worker_command
 
 SLOW: Final = 0.005
 VERY_SLOW: Final = 0.050
@@ -277,7 +278,7 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"there is no pool {facts.pool!r} yet",
-            f"start a worker: LMPOOL_POOL={facts.pool} lmpool worker; or check the name",
+            f"start a worker: {worker_command(facts.url, facts.pool)}; or check the name",
         )
         return
     alive = sum(facts.workers.values())
@@ -290,7 +291,9 @@ def check_pool(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            "wrong", f"{shown}, and none of its workers is alive", "start one: lmpool worker"
+            "wrong",
+            f"{shown}, and none of its workers is alive",
+            f"start one: {worker_command(facts.url, facts.pool)}",
         )
     stuck = {n: facts.pending.get(n, 0) for n, lives in facts.workers.items() if not lives}
     if sum(stuck.values()):

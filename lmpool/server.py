@@ -165,8 +165,8 @@ def explained(url: str) -> Iterator[None]:
         ) from None
     except redis.exceptions.NoPermissionError as error:
         raise ServerRefused(
-            f"{shown} does not permit this user: {error}. `lmpool doctor` with the same URL says "
-            "what it needs"
+            f"{shown} does not permit this user: {error}. Use a URL with a user of another role: "
+            "`lmpool doctor` and deploy/redis/users.acl say what each may"
         ) from None
     except LOST as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__

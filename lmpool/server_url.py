@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -74,6 +75,11 @@ def place_of(url: str) -> str:
     """`url` without user, password and options: what others may see of it."""
     scheme, separator, rest = mask_url(url).partition("://")
     return scheme + separator + rest.rpartition("@")[2].partition("?")[0].rstrip("/")
+
+
+def worker_command(url: str, pool: str) -> str:
+    """The command that starts a worker of a pool; a password in it is to be written again."""
+    return shlex.join(["lmpool", "worker", "--url", mask_url(url), "--pool", pool])
 
 
 def check_url(url: str) -> str:

@@ -29,7 +29,7 @@ from lmpool.liveness import LIFE_MS, living, signs_of_life
 from lmpool.model_info import MAX_LANES, MAX_SHARDS, ModelInfo
 from lmpool.scripts import ScriptsMissing, script
 from lmpool.server import explained, get_string, greet, understood
-from lmpool.server_url import mask_url
+from lmpool.server_url import mask_url, worker_command
 from lmpool.servers import Servers
 
 __all__ = ["PoolShards", "ShardView", "change", "look"]
@@ -109,8 +109,8 @@ def change(
         packed, info = _read(servers, keys, url)
         if not signs_of_life(servers.for_key(keys.serving), [keys.serving])[0]:
             raise NoWorkers(
-                f"pool {pool!r} has no worker alive that could move: start one with lmpool worker, "
-                "then write lmpool shards again"
+                f"pool {pool!r} has no worker alive that could move: start one with "
+                f"{worker_command(url, pool)}, then write lmpool shards again"
             )
         wanted = (shards or info.shards, lanes or info.lanes)
         if wanted != (info.shards, info.lanes):
@@ -142,7 +142,7 @@ def _read(servers: Servers, keys: PoolKeys, url: str) -> tuple[bytes, ModelInfo]
     if packed is None:
         raise UnknownPool(
             f"no pool {keys.pool!r} on {mask_url(url)}: start a worker with "
-            f"LMPOOL_POOL={keys.pool} lmpool worker, or check the name"
+            f"{worker_command(url, keys.pool)}, or check the name"
         )
     return packed, ModelInfo.unpack(packed)
 

@@ -39,7 +39,7 @@ from lmpool.producer.session import Session, closed
 from lmpool.producer.waits import Future
 from lmpool.rows import EncodedRow
 from lmpool.server import get_string, greet
-from lmpool.server_url import mask_url
+from lmpool.server_url import mask_url, worker_command
 from lmpool.servers import Servers
 from lmpool.settings import ClientOptions
 from lmpool.wants import Answer, Digest, OfRow
@@ -420,8 +420,8 @@ class Client:
         found = get_string(servers.for_key(session.keys.info), session.keys.info)
         if found is None:
             raise UnknownPool(
-                f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker "
-                f"with LMPOOL_POOL={options.pool} lmpool worker, or check the name"
+                f"no pool {options.pool!r} on {mask_url(options.url)}: start a worker with "
+                f"{worker_command(options.url, options.pool)}, or check the name"
             )
         info = as_served(servers, session.keys, ModelInfo.unpack(found))
         session.near.enter(options.pool, info)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmpool.dead_letters import DeadLetter
 
 SHOWN_TOKENS: Final = 8
+NONE: Final = "no job was given up"
 
 dead = typer.Typer(
     no_args_is_help=True, help="Jobs that were given up: look at them, try them again, drop them."
@@ -45,7 +46,7 @@ def list_(as_json: AsJson = False, url: Url = None, pool: Pool = None) -> None:
             f"{escape(letter.worker or '?')}  prompt {_prompt(letter, SHOWN_TOKENS)}"
         )
     if not letters:
-        console.print("no job was given up")
+        console.print(NONE)
 
 
 @dead.command()
@@ -60,6 +61,7 @@ def show(
     from lmpool import dead_letters
     from lmpool.producer import connect
 
+    _check_chosen(names, every)
     with connect(url, pool) as lm:
         letters = _chosen(dead_letters.read(lm), names, every)
     if as_json:
@@ -76,6 +78,8 @@ def show(
             adapter = f", adapter {letter.job.adapter}" if letter.job.adapter else ""
             console.print(f"  wanted   {letter.job.want.kind}{escape(adapter)}")
         console.print(f"  prompt   {_prompt(letter)}")
+    if not letters:
+        console.print(NONE)
 
 
 @dead.command()
@@ -96,10 +100,14 @@ def retry(
     from lmpool import dead_letters
     from lmpool.producer import connect
 
+    _check_chosen(names, every)
     console = lines()
     failed = 0
     with connect(url, pool) as lm:
-        for letter in _chosen(dead_letters.read(lm), names, every):
+        letters = _chosen(dead_letters.read(lm), names, every)
+        if not letters and not as_json:
+            console.print(NONE)
+        for letter in letters:
             said, color = "answered", "green"
             try:
                 dead_letters.retry(lm, letter, timeout=timeout)
@@ -128,6 +136,7 @@ def drop(
     from lmpool import dead_letters
     from lmpool.producer import connect
 
+    _check_chosen(names, every)
     with connect(url, pool) as lm:
         dropped = dead_letters.drop(lm, _chosen(dead_letters.read(lm), names, every))
     if as_json:
@@ -136,12 +145,15 @@ def drop(
         lines().print(f"{dropped} dropped")
 
 
+def _check_chosen(names: list[str] | None, every: bool) -> None:
+    if bool(names) == every:
+        raise PromptError("name entries, as lmpool dead list shows them, or write --all")
+
+
 def _chosen(
     letters: Iterable[DeadLetter], names: list[str] | None, every: bool
 ) -> list[DeadLetter]:
     """Those of the names that were written, or all; an error names one that there is not."""
-    if bool(names) == every:
-        raise PromptError("name entries, as lmpool dead list shows them, or write --all")
     if every:
         return list(letters)
     known = {letter.name: letter for letter in letters}

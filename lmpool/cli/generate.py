@@ -49,9 +49,11 @@ def generate(
     from lmpool.errors import PromptError
     from lmpool.producer import connect
     from lmpool.prompt_text import encoder, read_vocabulary
+    from lmpool.wants import Stream
 
     if "" in (stop or ()):
         raise PromptError("--stop '': every text has it; write a text that is to end the rest")
+    Stream(max_tokens, None, temperature, seed, top_p, top_k, min_p).numbers()  # before all else
     began = time.monotonic()
     with connect(url, pool, framework="numpy") as lm:
         vocabulary = read_vocabulary(lm)

@@ -48,6 +48,7 @@ class _Commands(TyperGroup):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """All of a command, with what is printed last."""
+        _fill_streams()
         try:
             try:
                 return super().main(*args, **extra)
@@ -80,6 +81,13 @@ def _status(error: LmpoolError, command: str | None) -> int:
     if isinstance(of_address, OSError) and of_address.errno in PASSING:
         return FAILED
     return EXIT_REFUSED
+
+
+def _fill_streams() -> None:
+    """Python has None for a standard stream that was closed (``>&-``), which nobody looks for."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as Python runs
 
 
 def _drop_output() -> None:

@@ -116,6 +116,7 @@ def plan(
             memory=_bytes("memory", memory),
             gpu_memory=_bytes("gpu_memory", gpu_memory),
             engine=engine or worker.engine,
+            engine_opts=worker.engine_opts,
             cache_bytes=client.cache_bytes,
             max_backlog=worker.max_backlog,
             lanes=worker.lanes,

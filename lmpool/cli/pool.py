@@ -16,6 +16,7 @@ from lmpool.checks import counted
 from lmpool.cli.lanes import at_home, lane_lines, stolen, stolen_now
 from lmpool.cli.options import Adapter, AsJson, Every, Lora, Pool, Url
 from lmpool.cli.terminal import escape, fits, grid, json_text, lines, speaks_unicode, tables, titled
+from lmpool.server_url import worker_command
 
 if TYPE_CHECKING:
     from lmpool.producer import PooledLM
@@ -159,7 +160,8 @@ def _shown(
             named.add_row(name, said)
         parts.append(named)
     if not found["workers"]:
-        return Group(*parts, "[red]no worker is alive[/]: start one with lmpool worker")
+        command = escape(worker_command(lm.url, lm.pool))
+        return Group(*parts, f"[red]no worker is alive[/]: start one with {command}")
     return Group(*parts, workers_table(found["workers"], console), *executions(found["workers"]))
 
 

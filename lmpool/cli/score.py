@@ -19,11 +19,11 @@ Top = Annotated[
 ]
 Window = Annotated[
     int | None,
-    typer.Option(metavar="TOKENS", help="Taken in at once. [dim]\\[as much as fits][/]"),
+    typer.Option(metavar="TOKENS", help="Taken in at once. [dim]\\[as much as fits][/]", min=2),
 ]
 Stride = Annotated[
     int | None,
-    typer.Option(metavar="TOKENS", help="From window to window. [dim]\\[half a window][/]"),
+    typer.Option(metavar="TOKENS", help="From window to window. [dim]\\[half a window][/]", min=1),
 ]
 
 

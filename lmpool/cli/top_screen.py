@@ -13,6 +13,7 @@ from lmpool.cli.bars import bar
 from lmpool.cli.lanes import lane_lines
 from lmpool.cli.pool import executions, in_time, workers_table
 from lmpool.cli.terminal import escape, grid, speaks_unicode
+from lmpool.server_url import worker_command
 
 if TYPE_CHECKING:
     from lmpool.cli.top_look import Look
@@ -53,7 +54,7 @@ def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> R
         return Group(
             lines,
             f"[red]nobody serves a pool {view.pool}[/] on this server: start a worker with "
-            f"lmpool worker --pool {view.pool}, or name another pool with --pool",
+            f"{escape(worker_command(view.url, view.pool))}, or name another pool with --pool",
         )
     model, did = view.model, view.statistics
     lines.add_row(
@@ -83,7 +84,8 @@ def _body(view: PoolView, rates: dict[str, float] | None, console: Console) -> R
         jobs = did["backlog"]
         waiting = f", and {counted(jobs, 'job')} wait{'s' if jobs == 1 else ''}" if jobs else ""
         parts.append(
-            f"[red]no worker is alive[/]{waiting}: start one with lmpool worker --pool {view.pool}"
+            f"[red]no worker is alive[/]{waiting}: start one with "
+            f"{escape(worker_command(view.url, view.pool))}"
         )
     return Group(*parts, *_failures(view))
 

@@ -30,6 +30,7 @@ from lmpool.gateway.keys import KeyFile
 from lmpool.gateway.options import GatewayOptions
 from lmpool.gateway.page import assets, described, live, playground
 from lmpool.gateway.sampling import TOKEN_ID
+from lmpool.gateway.schemas import is_json
 from lmpool.gateway.state import Gateway
 from lmpool.gateway.traces import NATIVE, Traced
 
@@ -122,7 +123,7 @@ async def _invalid(request: HttpRequest, error: Exception) -> Response:
         others = (each for each in every if _place(each) == place and _is_type(each))
         says += [each["msg"].removeprefix(_SHOULD) for each in others if each is not found]
     text = f"{'.'.join(place) or 'the body'}: {', or '.join(dict.fromkeys(says))}"
-    if not place and "json" not in request.headers.get("content-type", ""):
+    if not place and not is_json(request):
         text = "the body is not read as JSON: send 'Content-Type: application/json'"
     status = 422 if _is_type(found) else 400
     if _is_unsupported(found, request.app):

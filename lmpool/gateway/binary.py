@@ -339,7 +339,7 @@ class _Call:
                         yield each
             if shelf is not None and left:
                 await shelf.until_fewer(max(1, in_flight // 2))
-                patience = self._gateway.patience(self._deadline)
+                patience = self._deadline  # its reader has a part of it: it waits its turn
 
     async def _until_full(
         self, left: list[int], in_flight: int, shelf: Shelf[Any] | None, patience: Deadline

@@ -30,6 +30,7 @@ from lmpool.gateway.pools import Model
 from lmpool.gateway.prompt_logprobs_json import prompt_logprobs
 from lmpool.gateway.responding import respond
 from lmpool.gateway.sampling import (
+    MAX_PROMPT_IDS,
     Drawing,
     Id,
     SamplingRequest,
@@ -79,7 +80,7 @@ class GenerateRequest(Request):
     """A prompt's token ids, and how they are continued."""
 
     request_id: str | None = Field(None, max_length=256)
-    token_ids: Annotated[list[Id], Field(min_length=1, fail_fast=True)]
+    token_ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
     sampling_params: SamplingParams
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None

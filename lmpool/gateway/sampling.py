@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeGuard, cast
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from lmpool.gateway.aside import aside
 from lmpool.gateway.errors import ApiError, too_long
@@ -26,7 +26,17 @@ MAX_HINTS: Final = 32
 MAX_HINT_TOKENS: Final = 16
 
 Id = Annotated[int, Field(ge=0, le=MAX_ID, json_schema_extra={"format": TOKEN_ID})]
-Ids = Annotated[list[Id], Field(fail_fast=True)]
+MAX_PROMPT_IDS: Final = 1 << 20
+"""Of a prompt, whatever a model takes."""
+
+
+def _let_others_on(ids: list[int]) -> list[int]:
+    return ids  # as Python does between two calls of its own, and pydantic never
+
+
+Ids = Annotated[
+    list[Id], Field(max_length=MAX_PROMPT_IDS, fail_fast=True), AfterValidator(_let_others_on)
+]
 """The first wrong one says enough: of millions, what is said of each would fill the memory."""
 MAX_PROMPTS: Final = 65_536
 """Of a request, whatever a gateway takes."""

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from typing import Any, Final
 
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from lmpool.checks import quoted
+from lmpool.gateway import json_reading
 from lmpool.gateway.aside import aside
 
 
@@ -47,6 +49,16 @@ SMALL_BODY: Final = 1 << 16
 """Bytes that are read without leaving the event loop to others."""
 
 
+def is_json(request: HttpRequest) -> bool:
+    """Whether FastAPI, which asks the same, reads its body as JSON."""
+    message = Message()
+    message["content-type"] = request.headers.get("content-type", "")
+    kind = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (
+        kind == "json" or kind.endswith("+json")
+    )
+
+
 class _JsonRequest(HttpRequest):
     """A request whose 1.0 is an integer too, as JSON's schemas have it."""
 
@@ -64,12 +76,12 @@ class _JsonRequest(HttpRequest):
         """Make of a large body what the route takes, beside the event loop: FastAPI, which is given
         that, leaves it as it is. Raises `RequestValidationError`."""
         body = await self.body()
-        if len(body) <= SMALL_BODY or not self._is_json():
+        if len(body) <= SMALL_BODY or not is_json(self):
             return
         try:
             self._made = await aside(self._shaped, body, shape)
         except json.JSONDecodeError as error:
-            self._wrong = error  # FastAPI says what it is
+            self._wrong = error.with_traceback(None)  # FastAPI says what it is
 
     def _shaped(self, body: bytes, shape: TypeAdapter[Any]) -> Any:
         with _nothing_collected():
@@ -77,19 +89,19 @@ class _JsonRequest(HttpRequest):
                 return shape.validate_python(self._read(body), from_attributes=True)  # as FastAPI
             except ValidationError as error:
                 found = error.errors(include_url=False, include_input=False)
-                every = [{**each, "loc": ("body", *each["loc"])} for each in found]
-                raise RequestValidationError(every) from None
-
-    def _is_json(self) -> bool:
-        media = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return media.startswith("application/") and media.endswith(("/json", "+json"))
+            # Not within: that one has all of the body, and would be freed by the event loop.
+            every = [{**each, "loc": ("body", *each["loc"])} for each in found]
+            raise RequestValidationError(every)
 
     def _read(self, body: bytes) -> Any:
         try:
+            if len(body) > SMALL_BODY:
+                return json_reading.loads(body, _number)
             return json.loads(body, parse_float=_number)
         except (ValueError, RecursionError) as error:
-            # FastAPI would say of no other error what it is.
-            raise json.JSONDecodeError(self._why(error), "", 0) from None
+            why = self._why(error)
+        # FastAPI would say of no other error what it is; what was read so far is of that one.
+        raise json.JSONDecodeError(why, "", 0)
 
     def _why(self, error: Exception) -> str:
         coding = self.headers.get("content-encoding", "identity")

@@ -353,7 +353,7 @@ def _of_workers(sheet: _Sheet, demand: Demand) -> None:
         sheet.add("weights", "weights", model.weights_from, "as found", weights, "bytes")
     if demand.gpu_memory is None or state is None or weights is None:
         return
-    kept = kept_states(demand.engine, demand.gpu_memory, weights, state)
+    kept = kept_states(demand.engine, demand.gpu_memory, weights, state, demand.engine_opts)
     if kept is None:
         return
     sheet.add("gpu_states", kept.what, kept.formula, kept.numbers, kept.tokens)

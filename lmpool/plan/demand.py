@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from lmpool.checks import quoted
 from lmpool.errors import SettingsError
@@ -25,8 +26,8 @@ class Demand:
     `wants` such as ``row``, ``top:20`` or ``top:20=0.8``. `distinct` is the part of the prompts
     that nobody has asked within `ttl` seconds: the others are answered by what is stored.
     `encoding` of None is the model's smallest lossless one. `memory` is that of a server which is
-    there already, `gpu_memory` that of a GPU, in bytes, of which `engine` takes its part. `lanes`
-    are those of a shard.
+    there already, `gpu_memory` that of a GPU, in bytes, of which `engine` takes its part, or what
+    `engine_opts` say. `lanes` are those of a shard.
     """
 
     model: PlannedModel
@@ -41,6 +42,7 @@ class Demand:
     memory: int | None = None
     gpu_memory: int | None = None
     engine: str = "auto"
+    engine_opts: Mapping[str, Any] = field(default_factory=dict)
     cache_bytes: int = 256 << 20
     max_backlog: int = 100_000
     lanes: int | None = None

@@ -25,6 +25,15 @@ _NAMES: Final = {
 """What config.json calls them, the usual name first."""
 _ONE_HEAD: Final = frozenset({"falcon", "gpt_bigcode"})
 """Model types whose queries share one head of keys where config.json has no `multi_query`."""
+_ENCODERS: Final = frozenset(
+    {
+        "albert", "bert", "bert-generation", "big_bird", "camembert", "cpmant", "data2vec-text",
+        "deberta", "deberta-v2", "distilbert", "electra", "ernie", "megatron-bert", "modernbert",
+        "mpnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
+        "xlm-roberta", "xlm-roberta-xl", "xlnet",
+    }
+)  # fmt: skip
+"""Model types whose rows depend on what follows, whatever head they have."""
 _OF_SEVERAL_KINDS: Final = (
     "attn_layer_indices", "attn_layer_period", "attn_type_list", "block_types",
     "full_attention_interval", "full_attn_idxs", "hybrid_override_pattern", "lru_width",
@@ -175,6 +184,15 @@ def _kv_heads(config: Mapping[str, Any], named: int | None) -> int | None:
 
 def _unusual(config: Mapping[str, Any]) -> str:
     """Why 2 x layers x kv heads x head dim does not hold; nothing where it does."""
+    if config.get("is_encoder_decoder"):
+        return "a model with an encoder, which no engine of lmpool's serves"
+    made_for = config.get("architectures")
+    masked = isinstance(made_for, list) and any("MaskedLM" in str(each) for each in made_for)
+    if masked or config.get("model_type") in _ENCODERS:
+        return (
+            "an encoder, whose rows depend on what follows, so that none are kept; no engine of "
+            "lmpool's serves it"
+        )
     if config.get("kv_lora_rank"):
         return "multi-head latent attention (kv_lora_rank), of which each engine keeps its own form"
     kinds = config.get("layer_types") or config.get("layers_block_type")

@@ -82,25 +82,33 @@ class Generate(OfPrompt[Generation]):
         `max_tokens` is no more than the model has room for, and one: who wants more than there is
         room for is told so.
         """
-        size = info.vocab_size
-        if type(self.logprobs) is not bool:
-            raise PromptError(f"logprobs={quoted(self.logprobs)}: write True or False")
+        size, given = info.vocab_size, self.numbers()
+        given["max_tokens"] = min(given["max_tokens"], info.max_prompt_tokens + 1)
+        given["top_k"] = min(given["top_k"], size)
         found = replace(
             self,
-            max_tokens=min(_integer("max_tokens", self.max_tokens), info.max_prompt_tokens + 1),
             eos_token_ids=_eos(self.eos_token_ids, info),
-            temperature=checked_temperature(self.temperature),
-            seed=checked_seed(self.seed),
-            top_p=_number("top_p", self.top_p),
-            top_k=min(_integer("top_k", self.top_k, "; 0 leaves nothing out"), size),
-            min_p=_number("min_p", self.min_p),
             stop=_stops(self.stop, size),
-            top_logprobs=_integer("top_logprobs", self.top_logprobs),
+            **given,
         )
         wrong = found.misfit(size)
         if wrong is not None:
             raise PromptError(wrong)
         return found
+
+    def numbers(self) -> dict[str, Any]:
+        """What can be checked before a model is known, by name. Raises `PromptError`."""
+        if type(self.logprobs) is not bool:
+            raise PromptError(f"logprobs={quoted(self.logprobs)}: write True or False")
+        return {
+            "max_tokens": _integer("max_tokens", self.max_tokens),
+            "temperature": checked_temperature(self.temperature),
+            "seed": checked_seed(self.seed),
+            "top_p": _number("top_p", self.top_p),
+            "top_k": _integer("top_k", self.top_k, "; 0 leaves nothing out"),
+            "min_p": _number("min_p", self.min_p),
+            "top_logprobs": _integer("top_logprobs", self.top_logprobs),
+        }
 
     @property
     def repeats(self) -> bool:

@@ -235,7 +235,7 @@ def test_a_prompt_that_failed_is_tried_again_when_it_is_asked_again(shared):
 def test_unknown_pool(shared):
     url, _ = shared
     lm = lmpool.connect(url, "nobodys", workers_timeout=0.2)
-    with pytest.raises(UnknownPool, match=r"no pool 'nobodys' on unix://.*LMPOOL_POOL=nobodys"), lm:
+    with pytest.raises(UnknownPool, match=r"no pool 'nobodys' on unix://.*--pool nobodys"), lm:
         pass
 
 

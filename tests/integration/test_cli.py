@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -115,6 +116,27 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "status"),
+    [
+        (">&-", "config", 0),
+        (">&-", "--version", 0),
+        (">&- 2>&-", "sevre", 2),
+        ("2>&-", "dead show", 2),
+        ("<&-", "score -", 2),
+    ],
+)
+def test_a_standard_stream_may_be_closed(closed: str, arguments: str, status: int) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(LMPOOL)} {arguments} {closed}"], capture_output=True, text=True,
+        timeout=150, env=clean_environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    if closed == "<&-":
+        assert done.stderr == "error: the standard input is empty: there is nothing to score\n"
 
 
 @pytest.mark.parametrize(("command", "status"), [("config", 2), ("gateway", 78), ("page", 78)])

@@ -38,7 +38,9 @@ def test_the_dead_are_listed_shown_tried_again_and_dropped(
         connected(server_url, pool_name, cache_bytes=0) as lm,
     ):
         dead = Commands(server_url, pool_name)
-        assert "no job was given up" in dead("list")
+        for words in (["list"], ["show", "--all"], ["retry", "--all"]):
+            assert dead(*words) == "no job was given up\n"
+        assert dead("retry", "--all", "--json") == ""
         job = new_job(5, 6, 7, fingerprint=lm.info.fingerprint)
         shard = pool_shards(redis_client, pool_name)[int.from_bytes(job.digest[:4], "big") % shards]
         fields = {"job": pack_job(job), "reason": "it died", "deliveries": 3, "worker": "w-1"}

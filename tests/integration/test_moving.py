@@ -699,11 +699,15 @@ def test_numbers_that_cannot_be_are_refused(any_server, pool_name, shards, lanes
 
 def test_pools_that_cannot_be_changed_say_why(any_server, redis_client, pool_name):
     for ask in (look, lambda url, pool: change(url, pool, 2)):
-        with pytest.raises(UnknownPool, match=f"LMPOOL_POOL={pool_name} lmpool worker"):
+        with pytest.raises(
+            UnknownPool, match=rf"lmpool worker --url .* --pool {pool_name}, or check"
+        ):
             ask(any_server, pool_name)
     with in_process_worker(any_server, pool_name, shards=1):
         pass
-    with pytest.raises(NoWorkers, match="start one with lmpool worker, then"):
+    with pytest.raises(
+        NoWorkers, match=rf"start one with lmpool worker --url .* --pool {pool_name}, then"
+    ):
         change(any_server, pool_name, 2)
     keys = PoolKeys(pool_name)
     info = ModelInfo.unpack(redis_client.get(keys.info))

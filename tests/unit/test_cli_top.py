@@ -199,12 +199,14 @@ def test_a_pool_that_nobody_serves_says_what_to_do() -> None:
     nobody = replace(view(), model=None, statistics={**view().statistics, "workers": []})
     text = unbroken(drawn(Look(POOL, nobody), 40))
     assert f"nobodyservesapool{POOL}" in text
-    assert "lmpoolworker--pool" in text
+    assert f"lmpoolworker--url'{nobody.url}'--pool{POOL}" in text
 
 
 def test_a_pool_without_workers_says_what_waits() -> None:
-    text = "\n".join(drawn(Look(POOL, with_counts(workers=[])), 400))
-    assert "no worker is alive, and 1,234 jobs wait: start one with lmpool worker --pool" in text
+    look = with_counts(workers=[])
+    text = "\n".join(drawn(Look(POOL, look), 400))
+    command = f"lmpool worker --url '{look.url}' --pool {look.pool}"
+    assert f"no worker is alive, and 1,234 jobs wait: start one with {command}" in text
 
 
 def test_names_of_others_are_shown_and_mean_nothing() -> None:

@@ -214,3 +214,13 @@ def test_the_backlog_is_shown_with_what_it_is() -> None:
     assert len(shown) == 1
     assert "XLEN" in shown[0]
     assert "lag of XINFO GROUPS is wrong" in shown[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": None}, {"workers": {}}], ids=["no pool", "no worker"]
+)
+def test_who_lacks_a_worker_is_told_the_command_for_this_server(changes: dict[str, Any]) -> None:
+    found = facts(url="redis://h:1/2", pool="p", **changes)
+    advice = [each.remedy for each in examine(found) if "start" in (each.remedy or "")]
+    assert len(advice) == 1
+    assert "lmpool worker --url redis://h:1/2 --pool p" in (advice[0] or "")

@@ -13,29 +13,33 @@ from typing import Annotated, Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import AfterValidator
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, TypeAdapter
 
+from lmpool.gateway import json_reading
 from lmpool.gateway.app import create_app
 from lmpool.gateway.options import GatewayOptions, PoolAddress
-from lmpool.gateway.sampling import MAX_PROMPTS
-from lmpool.gateway.schemas import SMALL_BODY, JsonRoute, Request
+from lmpool.gateway.sampling import MAX_PROMPT_IDS, MAX_PROMPTS
+from lmpool.gateway.schemas import SMALL_BODY, JsonRoute, Request, _JsonRequest
 from lmpool.wants.position_ids import MAX_TOKEN_IDS
 
+JSON = "application/json; charset=utf-8"
 
-def posted(app: Any, path: str, content: bytes) -> httpx.Response:
+
+def posted(app: Any, path: str, content: bytes, kind: str = JSON) -> httpx.Response:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-            headers = {"content-type": "application/json; charset=utf-8"}
+            headers = {"content-type": kind}
             return await http.post(path, content=content, headers=headers)
 
     return asyncio.run(ask())
 
 
-def refusal(path: str, body: str) -> tuple[int, str]:
+def refusal(path: str, body: str, kind: str = JSON) -> tuple[int, str]:
     """Of a gateway whose pool is not there: a body that is taken is a 503."""
     app = create_app(GatewayOptions((PoolAddress("pool"),), queue_timeout=0.001))
-    answer = posted(app, path, body.encode())
+    answer = posted(app, path, body.encode(), kind)
     return answer.status_code, answer.json()["error"]["message"]
 
 
@@ -71,6 +75,30 @@ def test_more_ids_than_can_be_asked_for_are_not_looked_at(
     assert status == 400
     assert said.startswith(place)
     assert f"at most {MAX_TOKEN_IDS} items" in said
+
+
+def test_a_prompt_of_more_ids_than_any_model_takes_is_not_looked_at() -> None:
+    for path, name in (("/v1/completions", "prompt"), ("/inference/v1/generate", "token_ids")):
+        ids = ",".join(["1"] * (MAX_PROMPT_IDS + 1))
+        body = f'{{"{name}":[{ids}],"sampling_params":{{}}}}'
+        status, said = refusal(path, body)
+        assert status == 400
+        assert f"at most {MAX_PROMPT_IDS} items" in said
+
+
+def test_a_large_body_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    read = json_reading.loads
+
+    def seen(body: bytes, parse_float: Any) -> Any:
+        sizes.append(len(body))
+        return read(body, parse_float)
+
+    monkeypatch.setattr(json_reading, "loads", seen)
+    for blanks in ("", " " * SMALL_BODY):
+        assert refusal("/v1/completions", f'{{"prompt":[1]{blanks}}}')[0] == 503
+    (size,) = sizes
+    assert size > SMALL_BODY
 
 
 class Seen:
@@ -133,6 +161,25 @@ def test_a_large_body_that_is_wrong_is_refused_as_a_small_one() -> None:
         assert small[0] in (400, 422)
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_json"),
+    [
+        ("application/json", True),
+        (JSON, True),
+        ("APPLICATION/JSON", True),
+        ("application/foo+json", True),
+        ("application/x/json", False),
+        ("application/x-json", False),
+        ("text/json", False),
+        ("", False),
+    ],
+)
+def test_a_large_body_is_json_where_a_small_one_is(kind: str, is_json: bool) -> None:
+    for blanks in ("", " " * SMALL_BODY):
+        _, said = refusal("/v1/completions", f'{{"prompt":5{blanks}}}', kind)
+        assert said.startswith("prompt: " if is_json else "the body is not read as JSON")
+
+
 def test_no_garbage_is_looked_for_among_the_lists_of_a_body() -> None:
     content = b'{"first":1,"numbers":[' + b",".join([b"[]"] * 200_000) + b"]}"
     seen = Seen()
@@ -142,3 +189,14 @@ def test_no_garbage_is_looked_for_among_the_lists_of_a_body() -> None:
     # Those of what serves it: of the lists alone there would be hundreds.
     assert seen.collections < 20
     assert gc.isenabled()
+
+
+def test_what_is_wrong_with_a_large_body_does_not_keep_it() -> None:
+    class Body(Request):
+        first: int
+
+    request = _JsonRequest({"type": "http", "headers": []})
+    for body in (b'{"numbers":[[1],[2]]}', b'{"numbers":[[1],[2]'):
+        with pytest.raises((RequestValidationError, json.JSONDecodeError)) as told:
+            request._shaped(body, TypeAdapter(Body))
+        assert told.value.__context__ is None

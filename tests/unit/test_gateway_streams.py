@@ -235,6 +235,29 @@ def test_a_reader_of_binary_answers_holds_places_for_those_alone_that_are_asked(
     asyncio.run(test())
 
 
+def test_a_binary_stream_that_has_begun_waits_for_room_as_long_as_it_may_take() -> None:
+    async def test() -> None:
+        gateway, model = a_gateway(max_in_flight=4, queue_timeout=0.01), Rows()
+        call = _Call(gateway, model, Deadline(None))  # type: ignore[arg-type]
+        call.prompts, call.wants = [[1]] * 30, [Row()] * 30
+        call.bytes = 30 * (HELD_BYTES // 4)
+        async with aclosing(call.read_on()) as answers:
+            seen = [(await anext(answers))[0]]
+            await until(lambda: gateway.room.free == 4)
+
+            async def others() -> None:
+                async with gateway.room.hold(4, None):
+                    await asyncio.sleep(0.1)  # beyond what a request waits that has not begun
+
+            full = asyncio.create_task(others())
+            await until(lambda: gateway.room.free == 0)
+            seen += [number async for number, _ in answers]
+            await full
+        assert sorted(seen) == list(range(30))
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_continuations_up_to_a_stop_text_wait_for_each_other_too(stream: bool) -> None:
     async def test() -> None:

@@ -375,6 +375,58 @@ def test_states_fit_beside_the_weights(tmp_path: Path) -> None:
         assert any("GPU with more memory" in text for text in full.warnings)
 
 
+@pytest.mark.parametrize(
+    ("engine", "options", "kept"),
+    [
+        ("vllm", {"gpu_memory_utilization": 0.5}, (0.5 * 80 * GIB - 1000) // 131_072),
+        ("vllm", {"kv_cache_memory_bytes": GIB}, 8192),
+        ("sglang", {"server_args": {"mem_fraction_static": 0.5}}, (40 * GIB - 1000) // 131_072),
+        ("hf", {"kv_cache_bytes": GIB}, 8192),
+        ("auto", {"kv_cache_bytes": 0}, 0),
+        ("hf", {"kv_cache_bytes": 1 << 49}, 1 << 20),
+        ("mlx", {"cache_bytes": GIB}, 8192),
+        ("hf", {"gpu_memory_utilization": 0.5, "device": "cuda"}, 32 * GIB / 131_072),
+    ],
+)
+def test_states_are_bound_as_the_engine_is_told(
+    engine: str, options: dict[str, Any], kept: float, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setenv("LMPOOL_ENGINE", engine)
+    monkeypatch.setenv("LMPOOL_ENGINE_OPTS", json.dumps(options))
+    asked = ("--model", config(tmp_path, **LLAMA), "--prompt-rate", "1", "--gpu-memory", "80GiB")
+    found = json.loads(command(*asked, "--json"))
+    assert found["values"]["gpu_states"] == kept
+    (line,) = [each for each in found["lines"] if each["name"] == "gpu_states"]
+    assert ("by default" in line["what"]) is (engine == "hf" and "device" in options)
+    assert evaluated(line["numbers"]) == pytest.approx(kept, abs=1)
+
+
+@pytest.mark.parametrize("given", [1.5, -1, "much", True, math.nan])
+def test_an_option_that_cannot_be_is_refused_by_its_name(given: object, tmp_path: Path) -> None:
+    llama = read_model(config(tmp_path, **LLAMA))
+    options = {"gpu_memory_utilization": given}
+    with pytest.raises(SettingsError, match="gpu_memory_utilization="):
+        of("row", model=llama, gpu_memory=80 * GIB, engine="vllm", engine_opts=options)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "bert", "architectures": ["BertModel"]},
+        {"model_type": "new", "architectures": ["NewForMaskedLM"]},
+        {"model_type": "t5", "is_encoder_decoder": True},
+    ],
+)
+def test_of_an_encoder_no_keys_and_values_are_reckoned(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    found = read_model(config(tmp_path, **{**LLAMA, **fields}))
+    assert found.state_bytes is None
+    assert any("no engine of lmpool's serves" in text for text in found.unknown)
+
+
 def test_of_an_engine_that_keeps_states_in_its_own_way_it_is_not_known(tmp_path: Path) -> None:
     llama = read_model(config(tmp_path, **LLAMA))
     found = of("row", model=llama, gpu_memory=80 * GIB, engine="mine")

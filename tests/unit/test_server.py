@@ -292,6 +292,12 @@ def test_a_replica_is_told_as_such(server_binary: str) -> None:
     assert f"{server.url} {said} Sentinels name that" in str(told.value)
 
 
+def test_who_may_not_is_told_where_it_stands_who_may() -> None:
+    said = r"may not\. Use a URL .*deploy/redis/users\.acl"
+    with pytest.raises(ServerRefused, match=said), explained("redis://h"):
+        raise E.NoPermissionError("this user may not")
+
+
 def test_other_exceptions_pass() -> None:
     with pytest.raises(KeyError), explained("redis://h"):
         raise KeyError

@@ -15,7 +15,7 @@ from lmpool.backends.options import check_types
 from lmpool.cli.worker import read_options
 from lmpool.errors import SettingsError
 from lmpool.masking import mask_secrets
-from lmpool.server_url import check_url, mask_url, place_of
+from lmpool.server_url import check_url, mask_url, place_of, worker_command
 from lmpool.settings import ClientOptions, WorkerOptions, refuse_unknown_variables
 
 Options = type[ClientOptions] | type[WorkerOptions]
@@ -306,6 +306,18 @@ def test_whatever_the_password_it_is_masked(password: str) -> None:
         else:
             told = repr(options) + str(options)
         assert SECRET not in told
+
+
+@pytest.mark.parametrize(
+    ("url", "written"),
+    [
+        ("redis://h:1/2", "redis://h:1/2"),
+        ("unix:///p?db=2", "'unix:///p?db=2'"),
+        (f"redis://u:{SECRET}@h:1/0", "'redis://u:***@h:1/0'"),
+    ],
+)
+def test_a_command_that_is_advised_names_the_server_and_the_pool(url: str, written: str) -> None:
+    assert worker_command(url, "p") == f"lmpool worker --url {written} --pool p"
 
 
 @pytest.mark.parametrize(
