@@ -44,18 +44,34 @@ class ModelConfig:
         found = self.config.get("dtype", self.config.get("torch_dtype"))
         return found if isinstance(found, str) else None
 
+    def _rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``rope_parameters``, which transformers 5 writes, of layers that see all and of those that
+        see a window, which some models have place tokens otherwise; empty where they do not count."""
+        found = self.config.get("rope_parameters")
+        if not isinstance(found, dict) or self.config.get("rope_scaling"):
+            return {}, {}
+        kinds = found.get("full_attention", found), found.get("sliding_attention")
+        everywhere, window = (kind if isinstance(kind, dict) else {} for kind in kinds)
+        return (everywhere, window) if "rope_theta" in everywhere else ({}, {})
+
+    @property
+    def rotary_part(self) -> dict[str, Any]:
+        """``partial_rotary_factor`` of its ``rope_parameters``, where config.json has no such one
+        beside these."""
+        part = self._rope()[0].get("partial_rotary_factor")
+        if part is None or self.config.get("partial_rotary_factor") == part:
+            return {}
+        return {"partial_rotary_factor": part}
+
     def rope_of_before(self) -> dict[str, Any]:
         """``rope_theta``, ``rope_scaling`` and what else config.json had of rotary positions before
         transformers 5, where it has ``rope_parameters`` instead: to be laid over it.
 
-        Who reads the old names only would take a default for them.
+        Who reads the old names only would take a default for them, or what transformers leaves
+        beside, and does not heed.
         """
-        found = self.config.get("rope_parameters")
-        if not isinstance(found, dict):
-            return {}
-        # Some models place tokens otherwise in layers that see a window.
-        everywhere, window = found.get("full_attention", found), found.get("sliding_attention")
-        if not isinstance(everywhere, dict) or "rope_theta" not in everywhere:
+        everywhere, window = self._rope()
+        if not everywhere:
             return {}
         theta = everywhere["rope_theta"]
         rope = {"rope_theta": theta, "rotary_emb_base": theta, "rope_scaling": None}
@@ -66,12 +82,13 @@ class ModelConfig:
         part = everywhere.get("partial_rotary_factor")
         if part is not None:
             rope |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), part)
-        if isinstance(window, dict) and "rope_theta" in window:
+        if "rope_theta" in window:
             rope["rope_local_base_freq"] = window["rope_theta"]
-        missing = {name: value for name, value in rope.items() if name not in self.config}
-        if self._text is None or not missing:
-            return missing
-        return {"text_config": {**self._text, **missing}}
+        absent = object()
+        others = {k: v for k, v in rope.items() if self.config.get(k, absent) != v}
+        if self._text is None or not others:
+            return others
+        return {"text_config": {**self._text, **others}}
 
     @property
     def window(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -63,8 +64,10 @@ def check_bounds(arguments: Mapping[str, Any]) -> None:
             raise SettingsError(f"server_args has {name}={value!r}: a positive integer expected")
 
 
-def engine_arguments(folder: Path, device: str, dtype: str) -> dict[str, Any]:
-    """What SGLang is told of how to run, but for its adapters."""
+def engine_arguments(
+    folder: Path, device: str, dtype: str, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What SGLang is told of how to run, but for its adapters, with `overrides` of config.json."""
     arguments: dict[str, Any] = {
         "model_path": str(folder),
         "device": device,
@@ -76,6 +79,7 @@ def engine_arguments(folder: Path, device: str, dtype: str) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "log_level": "error",
         "random_seed": 0,
+        "json_model_override_args": json.dumps(overrides),
     }
     if device == "cpu":
         arguments |= {
@@ -87,3 +91,15 @@ def engine_arguments(folder: Path, device: str, dtype: str) -> dict[str, Any]:
             "max_running_requests": 256,
         }
     return arguments
+
+
+def joined(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's arguments with those that are `given`, whose overrides of config.json come on top
+    of its own."""
+    found = {**arguments, **given}
+    name = "json_model_override_args"
+    try:
+        overrides = {**json.loads(arguments[name]), **json.loads(given.get(name, "{}"))}
+    except (TypeError, ValueError):
+        return found  # SGLang says what is wrong with it
+    return {**found, name: json.dumps(overrides)}

@@ -104,6 +104,7 @@ class SGLangEngine(ContinuousEngine[str]):
             max_lora_rank=max_lora_rank,
             lora_targets=lora_targets,
             server_args=arguments,
+            overrides=files.config.rotary_part,
         )
         stage("trial")
         self._scheduler: SGLangScheduler | None = scheduler

@@ -27,7 +27,13 @@ from lmpool.backends.device import HostCopies
 from lmpool.backends.engine import Measures, Tokens
 from lmpool.backends.head_fit import NoHead
 from lmpool.backends.options import check_types
-from lmpool.backends.sglang.arguments import OWN, check_bounds, check_version, engine_arguments
+from lmpool.backends.sglang.arguments import (
+    OWN,
+    check_bounds,
+    check_version,
+    engine_arguments,
+    joined,
+)
 from lmpool.backends.sglang.cpu import prepare
 from lmpool.backends.sglang.hidden import HeadTrial, ModelHead
 from lmpool.backends.sglang.scorer import Scorer
@@ -101,6 +107,7 @@ class SGLangScheduler:
         max_lora_rank: int,
         lora_targets: Sequence[str],
         server_args: Mapping[str, Any],
+        overrides: Mapping[str, Any],
     ) -> None:
         check_version()
         if reserved := sorted(OWN & server_args.keys()):
@@ -121,7 +128,7 @@ class SGLangScheduler:
         self._wants: dict[str, Want] = {}
         """What is reduced of the rows of requests, by their ids."""
         self._aborted: dict[str, str] = {}
-        arguments = engine_arguments(folder, self.device, dtype)
+        arguments = engine_arguments(folder, self.device, dtype, overrides)
         if max_loras:
             arguments |= {
                 "enable_lora": True,
@@ -131,7 +138,7 @@ class SGLangScheduler:
             }
         SGLangScheduler._open = self
         try:
-            self._start({**arguments, **server_args})
+            self._start(joined(arguments, server_args))
         except SettingsError:
             self.close()
             raise

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from tests.support.models import LONGEST, VOCAB, WINDOW, save_model  # noqa: E40
 from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
 pytestmark = [pytest.mark.engine, *WARNINGS]
+
+OVERRIDES = {"json_model_override_args": '{"max_position_embeddings": 50}'}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -355,6 +358,26 @@ def test_a_qwen2_model(tmp_path: Path) -> None:
         assert engine.byte_vocabulary() is None
     finally:
         engine.close()
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("kind", ["gpt_neox", "phi", "phi3"])
+def test_rotary_positions_as_transformers_writes_them(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    folder = save_model(tmp_path, kind, hidden=128, rope_parameters=rope, sliding_window=None)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(5, VOCAB, n).tolist() for n in (1, 5, 40)]
+    expected = Reference(folder).rows(prompts)
+    # What a user changes comes on top.
+    with closing(SGLangEngine(folder, server_args=OVERRIDES)) as engine:
+        assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+        assert engine.info.max_prompt_tokens < 50
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_overrides_that_are_none_are_refused() -> None:
+    with pytest.raises(SettingsError, match="SGLang cannot serve"):
+        SGLangEngine("tiny", server_args={"json_model_override_args": "{"})
 
 
 @pytest.fixture(params=[{}, SMALL], ids=["whole", "in pieces"])

@@ -98,10 +98,51 @@ def test_rotary_positions_by_the_names_of_before(
 ) -> None:
     config = {"hidden_size": 8, "rope_parameters": rope}
     assert written(tmp_path, config).rope_of_before() == before
-    told = {**config, **dict.fromkeys(before, "told")}
-    assert written(tmp_path, told).rope_of_before() == {}
+    # What stands beside them counts for less, as transformers has it, but for this.
+    assert written(tmp_path, {**config, **dict.fromkeys(before, "x")}).rope_of_before() == (
+        {} if "rope_scaling" in before else before
+    )
+    found = written(tmp_path, {**config, **before, "rope_scaling": None}).rope_of_before()
+    assert set(found) <= {"rope_scaling"}
     found = written(tmp_path, {"text_config": config}).rope_of_before()
     assert found == ({"text_config": {**config, **before}} if before else {})
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"hidden_size": 8}, None),
+        ({"partial_rotary_factor": 0.5}, None),
+        ({"rope_parameters": {"rope_theta": 1.0}}, None),
+        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.75}}, 0.75),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.75},
+                "partial_rotary_factor": 0.5,  # as transformers writes it of Phi
+            },
+            0.75,
+        ),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.75},
+                "partial_rotary_factor": 0.75,
+            },
+            None,
+        ),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.75},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            None,
+        ),
+    ],
+)
+def test_the_part_of_a_head_that_is_rotated(
+    tmp_path: Path, config: dict[str, Any], told: float | None
+) -> None:
+    expected = {} if told is None else {"partial_rotary_factor": told}
+    assert written(tmp_path, config).rotary_part == expected
 
 
 def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
