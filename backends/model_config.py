@@ -45,8 +45,9 @@ class ModelConfig:
         return found if isinstance(found, str) else None
 
     def _rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``rope_parameters``, which transformers 5 writes, of layers that see all and of those that
-        see a window, which some models have place tokens otherwise; empty where they do not count."""
+        """``rope_parameters``, which transformers 5 writes: of layers that see all and of those
+        that see a window, which place tokens otherwise in some models. Empty where they do not
+        count."""
         found = self.config.get("rope_parameters")
         if not isinstance(found, dict) or self.config.get("rope_scaling"):
             return {}, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lmpool.backends.progress import Listening
 from lmpool.errors import PromptFailed
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
+from tests.support.models import VOCAB, save_model
 from tests.support.vllm_engine import (
     Watched,
     answer,
@@ -251,6 +253,16 @@ def test_rows_however_vllm_schedules(reference, options):
         assert all("not finite" in str(error) for error in failed)
         assert_rows([outcomes[b"%d" % i] for i in range(len(given))], expected)
         assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "phi", "phi3"])
+def test_rotary_positions_as_transformers_writes_them(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
+    folder = save_model(tmp_path, kind, hidden=128, rope_parameters=rope, sliding_window=None)
+    random = np.random.default_rng(0)
+    given = [random.integers(3, VOCAB, n).astype(np.uint32) for n in (1, 5, 40)]
+    with vllm_engine(model=folder) as engine:
+        assert_rows(answer(engine, given), Reference(folder).rows(given))
 
 
 def test_rows_with_preemptions(reference):
