@@ -53,7 +53,7 @@ def generate(
 
     if "" in (stop or ()):
         raise PromptError("--stop '': every text has it; write a text that is to end the rest")
-    Stream(max_tokens, None, temperature, seed, top_p, top_k, min_p).numbers()  # before all else
+    Stream(max_tokens, None, temperature, seed, top_p, top_k, min_p).check_numbers()
     began = time.monotonic()
     with connect(url, pool, framework="numpy") as lm:
         vocabulary = read_vocabulary(lm)

@@ -82,7 +82,7 @@ class Generate(OfPrompt[Generation]):
         `max_tokens` is no more than the model has room for, and one: who wants more than there is
         room for is told so.
         """
-        size, given = info.vocab_size, self.numbers()
+        size, given = info.vocab_size, self._numbers()
         given["max_tokens"] = min(given["max_tokens"], info.max_prompt_tokens + 1)
         given["top_k"] = min(given["top_k"], size)
         found = replace(
@@ -96,8 +96,11 @@ class Generate(OfPrompt[Generation]):
             raise PromptError(wrong)
         return found
 
-    def numbers(self) -> dict[str, Any]:
-        """What can be checked before a model is known, by name. Raises `PromptError`."""
+    def check_numbers(self) -> None:
+        """Refuse what can be, before a model is known. Raises `PromptError`."""
+        self._numbers()
+
+    def _numbers(self) -> dict[str, Any]:
         if type(self.logprobs) is not bool:
             raise PromptError(f"logprobs={quoted(self.logprobs)}: write True or False")
         return {

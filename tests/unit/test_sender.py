@@ -603,7 +603,7 @@ def test_a_server_that_refuses_for_long_is_named_with_its_reason(
     [
         (
             redis.exceptions.NoPermissionError("no permission for evalsha"),
-            "no permission for evalsha. `lmpool doctor` with the same URL says what it needs",
+            "no permission for evalsha. Use a URL with a user of another role: `lmpool doctor` and",
         ),
         (
             redis.exceptions.AuthenticationError("invalid username-password pair"),
