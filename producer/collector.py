@@ -76,7 +76,7 @@ class Collector:
     def run(self) -> None:
         """Read until the client closes."""
         session = self._session
-        failures = 0
+        failures, told = 0, ""
         try:
             while not session.closing.is_set():
                 if not session.shards:
@@ -85,12 +85,14 @@ class Collector:
                 try:
                     with self._servers.in_step():
                         self._collect_once()
-                    failures = 0
+                    failures, told = 0, ""
                 except (redis.exceptions.RedisError, OSError) as error:
                     if session.closing.is_set():
                         break
                     failures += 1
-                    level = logging.DEBUG if is_lost(error) else logging.WARNING
+                    again = is_lost(error) or str(error) == told  # which may go on for ever
+                    told = str(error)
+                    level = logging.DEBUG if again else logging.WARNING
                     logger.log(level, "the reply stream could not be read: %s", error)
                     pause = min(1.0, 0.05 * 2 ** min(failures, 6))
                     session.closing.wait(pause * random.uniform(0.5, 1.0))

@@ -494,6 +494,34 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     assert are_rows(call)
 
 
+def test_a_refusal_that_lasts_is_told_once(
+    session: Session,
+    collector: Collector,
+    server: redis.Redis,
+    run: Callable[[], Guarded],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    collect, said = collector._collect_once, ["no rights"] * 3 + ["other rights"] * 2
+
+    def refused() -> None:
+        if said:
+            raise redis.exceptions.NoPermissionError(said.pop(0))
+        collect()
+
+    monkeypatch.setattr(collector, "_collect_once", refused)
+    monkeypatch.setattr("lmpool.producer.collector.random.uniform", lambda *_: 0.0)
+    jobs = jobs_of(some_prompts(2))
+    call = waiting(session, jobs)
+    answer(server, session, jobs)
+    with caplog.at_level("WARNING"):
+        run()
+        assert call.wait(60)
+    told = [record.message for record in caplog.records]
+    prefix = "the reply stream could not be read: "
+    assert told == [prefix + "no rights", prefix + "other rights"]
+
+
 def test_after_an_outage_it_reads_on(
     session: Session,
     collector: Collector,
