@@ -19,6 +19,10 @@ LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_se
 _BESIDE_SCALING: Final = ("rope_theta", "partial_rotary_factor")
 """What of rotary positions was no part of ``rope_scaling``."""
 
+_BY_FACTOR: Final = frozenset({"dynamic", "linear"})
+_SCALED: Final = _BY_FACTOR | {"llama3", "longrope", "su", "yarn"}
+"""Kinds of rotary positions that are others than those of no scaling."""
+
 _ENDLESS: Final = 1 << 24  # tokenizers without a bound say 10**30
 
 
@@ -90,6 +94,35 @@ class ModelConfig:
         if self._text is None or not others:
             return others
         return {"text_config": {**self._text, **others}}
+
+    def rotary_dims(self) -> int | None:
+        """How many numbers of a head are rotated, where config.json says that it is a part of them,
+        the same in all layers."""
+        rope = self._rope()[0]
+        names = ("partial_rotary_factor", "rotary_pct")
+        parts = [rope.get(names[0]), *(self.config.get(name) for name in names)]
+        part = next((part for part in parts if part is not None), None)
+        size, heads = self.config.get("hidden_size"), self.config.get("num_attention_heads")
+        width = self.config.get("head_dim")
+        if width is None and type(size) is type(heads) is int and heads:
+            width = size // heads
+        if self._differs_by_layer() or type(width) is not int or not isinstance(part, float):
+            return None
+        return int(width * part) if 0 < part < 1 else None
+
+    def rope_scaling(self) -> str | None:
+        """How rotary positions are scaled, where they are, in all layers alike."""
+        rope = self.config.get("rope_scaling") or self._rope()[0]
+        if self._differs_by_layer() or not isinstance(rope, dict):
+            return None
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind not in _SCALED or (kind in _BY_FACTOR and rope.get("factor") == 1):
+            return None
+        return str(kind)
+
+    def _differs_by_layer(self) -> bool:
+        found = self.config.get("rope_parameters")
+        return isinstance(found, dict) and isinstance(found.get("full_attention"), dict)
 
     @property
     def window(self) -> int | None:

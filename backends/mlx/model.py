@@ -53,8 +53,27 @@ def load_model(folder: Path, config: ModelConfig, *, dtype: str, trust_remote_co
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error
+    _check_rotary(model, config)
     model.eval()
     return model
+
+
+def _check_rotary(model: Any, config: ModelConfig) -> None:
+    """Refuse a model whose tokens mlx-lm places otherwise than config.json says, which it does not
+    read whole of some."""
+    found = [module for _, module in model.named_modules() if "RoPE" in type(module).__name__]
+    dims = {module.dims for module in found if hasattr(module, "dims")}
+    wanted = config.rotary_dims()
+    said = ""
+    if wanted is not None and dims and wanted not in dims:
+        said = f"rotates {max(dims)} numbers of a head, of which the model has {wanted} rotated"
+    scaling = config.rope_scaling()
+    if scaling is not None and all(type(m) is nn.RoPE and m.scale == 1 for m in found) and found:
+        said = f"does not scale rotary positions, as the model does ({scaling})"
+    if said:
+        raise SettingsError(
+            f"{type(model).__module__} {said}: rows would be others; serve it with another engine"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

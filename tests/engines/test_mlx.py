@@ -118,6 +118,35 @@ def test_rotary_positions_as_transformers_writes_them(
     assert error < 1e-2  # mlx-lm approximates GPT-NeoX's GELU
 
 
+_LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "said"),
+    [
+        ("glm", {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}, "16"),
+        ("gemma", _LINEAR, r"does not scale .*\(linear\)"),
+        ("helium", _LINEAR, "does not scale"),
+        ("mixtral", _LINEAR, "does not scale"),
+        ("llama", _LINEAR, None),
+        ("qwen2", {**_LINEAR, "rope_type": "dynamic"}, None),
+    ],
+)
+def test_tokens_are_placed_as_the_model_has_it_or_it_is_refused(
+    kind: str, rope: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, kind, hidden=64, rope_parameters=rope)
+    if said is not None:
+        with pytest.raises(
+            SettingsError, match=rf"mlx_lm\.models\.{kind} .*{said}.*another engine"
+        ):
+            MLXEngine(folder)
+        return
+    prompts = some_prompts(0, count=10)
+    error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-3
+
+
 @pytest.mark.parametrize("kind", [*sorted({*WINDOWED} - {"llama4"}), "phi3", "starcoder2"])
 def test_no_prompt_is_longer_than_a_window_that_is_not_heeded(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -145,6 +145,50 @@ def test_the_part_of_a_head_that_is_rotated(
     assert written(tmp_path, config).rotary_part == expected
 
 
+_HEADS = {"hidden_size": 64, "num_attention_heads": 4}
+_PART = {"rope_theta": 1.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("config", "dims"),
+    [
+        (_HEADS, None),
+        ({**_HEADS, "partial_rotary_factor": 0.5}, 8),
+        ({**_HEADS, "rotary_pct": 0.25}, 4),
+        ({**_HEADS, "rope_parameters": _PART, "partial_rotary_factor": 0.25}, 8),
+        ({**_HEADS, "head_dim": 32, "rope_parameters": _PART}, 16),
+        ({**_HEADS, "partial_rotary_factor": 1.0}, None),
+        ({**_HEADS, "partial_rotary_factor": "half"}, None),
+        ({**_HEADS, "rope_parameters": {"full_attention": _PART}}, None),
+        ({"partial_rotary_factor": 0.5}, None),
+        ({"hidden_size": 64, "num_attention_heads": 0, "partial_rotary_factor": 0.5}, None),
+    ],
+)
+def test_how_much_of_a_head_is_rotated(
+    tmp_path: Path, config: dict[str, Any], dims: int | None
+) -> None:
+    assert written(tmp_path, config).rotary_dims() == dims
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (_HEADS, None),
+        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}}, None),
+        ({"rope_parameters": {"rope_theta": 1.0, **_LINEAR}}, "linear"),
+        ({"rope_parameters": {"rope_theta": 1.0, **_LINEAR, "factor": 1.0}}, None),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0, **_LINEAR}}}, None),
+        ({"rope_scaling": {"type": "yarn", "factor": 1.0}}, "yarn"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, None),
+        ({"rope_scaling": None, "hidden_size": 8}, None),
+    ],
+)
+def test_how_rotary_positions_are_scaled(
+    tmp_path: Path, config: dict[str, Any], kind: str | None
+) -> None:
+    assert written(tmp_path, config).rope_scaling() == kind
+
+
 def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     files = ModelFiles("tiny")
