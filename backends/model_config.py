@@ -19,9 +19,8 @@ LONGEST_PROMPT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_se
 _BESIDE_SCALING: Final = ("rope_theta", "partial_rotary_factor")
 """What of rotary positions was no part of ``rope_scaling``."""
 
-_BY_FACTOR: Final = frozenset({"dynamic", "linear"})
-_SCALED: Final = _BY_FACTOR | {"llama3", "longrope", "su", "yarn"}
-"""Kinds of rotary positions that are others than those of no scaling."""
+_SCALED: Final = frozenset({"linear", "llama3", "longrope", "su", "yarn"})
+"""Kinds of rotary positions that are others than those of no scaling for prompts of any length."""
 
 _ENDLESS: Final = 1 << 24  # tokenizers without a bound say 10**30
 
@@ -112,13 +111,27 @@ class ModelConfig:
 
     def rope_scaling(self) -> str | None:
         """How rotary positions are scaled, where they are, in all layers alike."""
+        rope, kind = self._scaling()
+        return kind if kind in _SCALED and (kind, rope.get("factor")) != ("linear", 1) else None
+
+    def undone_scaling(self) -> dict[str, Any]:
+        """``rope_parameters`` without the scaling that is ``dynamic``, which begins beyond the
+        model's positions, where no prompt is; empty where it is of another kind."""
+        rope, kind = self._scaling()
+        if kind != "dynamic":
+            return {}
+        names = ("rope_theta", "partial_rotary_factor")
+        found = {name: rope.get(name, self.config.get(name)) for name in names}
+        known = {name: value for name, value in found.items() if value is not None}
+        return {"rope_parameters": {"rope_type": "default", **known}}
+
+    def _scaling(self) -> tuple[dict[str, Any], str | None]:
+        """What there is of rotary positions in all layers alike, and their kind."""
         rope = self.config.get("rope_scaling") or self._rope()[0]
         if self._differs_by_layer() or not isinstance(rope, dict):
-            return None
+            return {}, None
         kind = rope.get("rope_type", rope.get("type"))
-        if kind not in _SCALED or (kind in _BY_FACTOR and rope.get("factor") == 1):
-            return None
-        return str(kind)
+        return rope, kind if isinstance(kind, str) else None
 
     def _differs_by_layer(self) -> bool:
         found = self.config.get("rope_parameters")

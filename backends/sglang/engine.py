@@ -104,25 +104,41 @@ class SGLangEngine(ContinuousEngine[str]):
             max_lora_rank=max_lora_rank,
             lora_targets=lora_targets,
             server_args=arguments,
-            overrides=files.config.rotary_part,
+            # It would scale at any length what is scaled beyond the model's.
+            overrides={**files.config.rotary_part, **files.config.undone_scaling()},
         )
         stage("trial")
         self._scheduler: SGLangScheduler | None = scheduler
-        if not scheduler.heeds_windows:
-            name = f"SGLang's {scheduler.architecture}"
-            try:
-                longest = files.config.within_window(longest, max_prompt_tokens, name)
-            except SettingsError:
-                scheduler.close()
-                raise
-        self._bfloat16 = scheduler.dtype == "bfloat16"
-        # Copied off a GPU is what was asked for. On a CPU NumPy is as fast, and copies nothing.
-        self._reduce = scheduler.device == "cuda"
-        self._copies = HostCopies(torch.device(scheduler.device))
-        self.info = self._describe(files, scheduler, model, revision, longest, arguments)
-        self._head, reason = self._find_head(files)
-        head = None if self._head is None else self._head.form
-        self.info = replace(self.info, head=head, no_head=reason)
+        self._head: ModelHead | None = None
+        try:
+            longest = self._check_positions(files, scheduler, longest, max_prompt_tokens)
+            self._bfloat16 = scheduler.dtype == "bfloat16"
+            # Copied off a GPU is what was asked for. On a CPU NumPy is as fast, and copies nothing.
+            self._reduce = scheduler.device == "cuda"
+            self._copies = HostCopies(torch.device(scheduler.device))
+            self.info = self._describe(files, scheduler, model, revision, longest, arguments)
+            self._head, reason = self._find_head(files)
+            head = None if self._head is None else self._head.form
+            self.info = replace(self.info, head=head, no_head=reason)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_positions(
+        self, files: ModelFiles, scheduler: SGLangScheduler, longest: int, wanted: int | None
+    ) -> int:
+        """The longest prompt that SGLang computes as the model has it. Raises `SettingsError` where
+        there is none."""
+        name = f"SGLang's {scheduler.architecture}"
+        scaling = files.config.rope_scaling()
+        if scaling is not None and not scheduler.scales_rotary:
+            raise SettingsError(
+                f"{name} does not scale rotary positions, as the model does ({scaling}): rows "
+                "would be others; serve it with another engine"
+            )
+        if scheduler.heeds_windows:
+            return longest
+        return files.config.within_window(longest, wanted, name)
 
     def _find_head(self, files: ModelFiles) -> tuple[ModelHead | None, str]:
         info, scheduler = self.info, self._open()

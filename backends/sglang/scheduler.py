@@ -225,6 +225,14 @@ class SGLangScheduler:
         return any(size is not None and size > -1 for size in sizes)
 
     @property
+    def scales_rotary(self) -> bool:
+        """Whether tokens are placed otherwise than by plain rotary positions, as far as known."""
+        rotary: Any = importlib.import_module("sglang.srt.layers.rotary_embedding")
+        plain = rotary.RotaryEmbedding
+        found = {type(m) for m in self._runner.model.modules() if isinstance(m, plain)}
+        return found != {plain}
+
+    @property
     def longest_prompt(self) -> int:
         """The longest prompt that it takes: a few tokens less than the model does."""
         return int(self._scheduler.max_req_input_len) - 1

@@ -375,6 +375,28 @@ def test_rotary_positions_as_transformers_writes_them(kind: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("kind", ["dynamic", "linear"])
+def test_positions_that_are_scaled(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0}
+    folder = save_model(tmp_path, "llama", hidden=128, rope_parameters=rope)
+    prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 40, 80)]
+    expected = Reference(folder).rows(prompts)
+    with closing(SGLangEngine(folder)) as engine:
+        assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_what_the_trial_refuses_leaves_the_process_room_for_an_engine(
+    tmp_path: Path, tiny_engine: Callable[..., SGLangEngine]
+) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+    folder = save_model(tmp_path, "starcoder2", hidden=128, rope_parameters=rope)
+    with pytest.raises(SettingsError, match=r"Starcoder2.* does not scale .*\(linear\)"):
+        SGLangEngine(folder)
+    assert ask(tiny_engine(), [request_for([1])])[0].error is None
+
+
+@pytest.mark.usefixtures("no_engine")
 def test_overrides_that_are_none_are_refused() -> None:
     with pytest.raises(SettingsError, match="SGLang cannot serve"):
         SGLangEngine("tiny", server_args={"json_model_override_args": "{"})

@@ -180,6 +180,8 @@ def test_how_much_of_a_head_is_rotated(
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0, **_LINEAR}}}, None),
         ({"rope_scaling": {"type": "yarn", "factor": 1.0}}, "yarn"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, None),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, None),
+        ({"rope_scaling": {"type": 5}}, None),
         ({"rope_scaling": None, "hidden_size": 8}, None),
     ],
 )
@@ -187,6 +189,33 @@ def test_how_rotary_positions_are_scaled(
     tmp_path: Path, config: dict[str, Any], kind: str | None
 ) -> None:
     assert written(tmp_path, config).rope_scaling() == kind
+
+
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (_HEADS, None),
+        ({"rope_parameters": {"rope_theta": 500.0, **_LINEAR}}, None),
+        ({"rope_parameters": _DYNAMIC}, {"rope_theta": 500.0}),
+        (
+            {"rope_parameters": {**_DYNAMIC, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_theta": 7.0},
+            {"rope_theta": 7.0},
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, {}),
+    ],
+)
+def test_a_scaling_that_begins_beyond_all_prompts_is_undone(
+    tmp_path: Path, config: dict[str, Any], told: dict[str, Any] | None
+) -> None:
+    expected = {} if told is None else {"rope_parameters": {"rope_type": "default", **told}}
+    assert written(tmp_path, config).undone_scaling() == expected
 
 
 def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
