@@ -59,11 +59,13 @@ class _Reader:
         if self._body[begin:opened].strip(_BLANKS) or self._body[opened] not in b"[{":
             raise _wrong("Expecting value")
         within = self._depth[first : last - 1]
-        if self._body[closed + 1 : end].strip(_BLANKS) or within.min() < within[0]:
+        if within.size and within.min() < within[0]:
             raise _wrong("Extra data")
         brackets = self._body[opened : opened + 1], self._body[closed : closed + 1]
-        if brackets not in ((b"[", b"]"), (b"{", b"}")):
+        if brackets not in ((b"[", b"]"), (b"{", b"}")):  # nor where it never ends
             raise _wrong("Expecting ',' delimiter")
+        if self._body[closed + 1 : end].strip(_BLANKS):
+            raise _wrong("Extra data")
         found: Any = [] if brackets[0] == b"[" else {}
         put = found.extend if isinstance(found, list) else found.update
         for part in self._parts(first, last):

@@ -79,6 +79,24 @@ def test_and_so_are_these(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[1,2,3', b'{"prompt":[1,2,3]', b'{"prompt":[1,2,3,[4]', b"[1",
+        b"[[1]", b"[1,[2]", b"[1]x", b'{"a":[1]}{"b":2}', b"[1,2],3", b"[[1],[2]],3", b"[1]]",
+    ],
+)  # fmt: skip
+def test_what_ends_too_early_or_too_late_is_told_as_json_loads_tells_it(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_reading, "PART", 1)
+    with pytest.raises(json.JSONDecodeError) as wanted:
+        json.loads(body)
+    with pytest.raises(json.JSONDecodeError) as found:
+        in_parts(body)
+    assert found.value.msg == wanted.value.msg
+
+
+@pytest.mark.parametrize(
     ("item", "before", "after"),
     [
         ("1", "[", "]"),
