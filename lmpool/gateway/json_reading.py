@@ -75,8 +75,10 @@ class _Reader:
     def _parts(self, first: int, last: int) -> Iterator[tuple[int, int, int, int, bool]]:
         """Of a container between its brackets: spans as `_value` has them, cut at commas of its
         own, and whether each is one item."""
-        own = self._is_comma[first:last] & (self._depth[first:last] == self._depth[first])
-        cuts = first + np.flatnonzero(own)
+        level = self._depth[first]
+        # Nothing of all marks has a name: it would be kept while what lies deeper is read.
+        cuts = np.flatnonzero(self._is_comma[first:last] & (self._depth[first:last] == level))
+        cuts += first
         ends = np.append(self._at[cuts], self._at[last - 1])
         number, begin, mark = 0, int(self._at[first]) + 1, first + 1
         while number < len(ends):

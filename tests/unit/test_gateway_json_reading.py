@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_no_call_holds_other_threads_for_long(
     monkeypatch.setattr(json, "loads", counted)
     assert in_parts(body) == loads(body)
     assert max(sizes) <= json_reading.PART + 2
+
+
+def test_what_lies_deep_takes_no_more_memory() -> None:
+    """Else some bodies at once would have all that there is."""
+    peaks = []
+    for depth in (1, 100):
+        body = b"[" * depth + b"0," * 200_000 + b"0" + b"]" * depth
+        in_parts(body)  # what is made once is there
+        tracemalloc.start()
+        try:
+            in_parts(body)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
 
 
 def test_what_is_nested_deeper_than_anything_is_refused() -> None:
