@@ -21,17 +21,18 @@ def release(
     shards: Sequence[ShardKeys],
     consumer: str,
     known: Mapping[tuple[str, bytes], Job],
-    keep: Collection[tuple[str, bytes]] = (),
+    keep: Collection[tuple[str, bytes]],
+    stays: set[tuple[str, bytes]],
 ) -> int:
     """Give back at once what this consumer holds, except the entries to `keep`.
 
     `known` are its jobs, by stream and entry as `keep`. What was delivered to others before would
-    be as good as new: it stays, for others to try alone, and this delivery does not count. Returns
-    how many were given back.
+    be as good as new: it stays, for others to try alone, and this delivery does not count. It is
+    noted in `stays`, and left as it is from then on. Returns how many were given back.
     """
     released = 0
     for shard in shards:
-        give_back = partial(_release_in, shard, consumer, known, keep)
+        give_back = partial(_release_in, shard, consumer, known, keep, stays)
         released += servers.apart([shard], give_back) or 0
     return released
 
@@ -41,6 +42,7 @@ def _release_in(
     consumer: str,
     known: Mapping[tuple[str, bytes], Job],
     keep: Collection[tuple[str, bytes]],
+    stays: set[tuple[str, bytes]],
     server: Server,
 ) -> int:
     released = 0
@@ -51,15 +53,17 @@ def _release_in(
             jobs: list[tuple[str, bytes]] = []
             for item in held:
                 entry = item["message_id"]
-                if (stream.key, entry) in keep:
+                place = stream.key, entry
+                if place in keep or place in stays:
                     continue
                 if item["times_delivered"] > 1:
                     before = item["times_delivered"] - 1
                     server.xclaim(
                         stream.key, GROUP, consumer, 0, [entry], retrycount=before, justid=True
                     )
+                    stays.add(place)
                     continue
-                job = known.get((stream.key, entry))
+                job = known.get(place)
                 digest = _digest_of(server, stream, entry) if job is None else job.digest.hex()
                 jobs.append((digest, entry))
             released += _give_back(server, stream, jobs)

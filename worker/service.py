@@ -120,6 +120,8 @@ class Service:
         self._publisher: Publisher | None = None
         self._lasting: Sequence[str] = ()
         """What workers put there once, for clients that come: a full server may evict it."""
+        self._stays: set[tuple[str, bytes]] = set()
+        """Entries that others are to try alone, and whose delivery to this worker was taken off."""
         self._publishes_from = 0.0
         """When it may be put there again, on the monotonic clock."""
 
@@ -345,7 +347,8 @@ class Service:
         )
         self.status.let_go(left)
         known = {delivery.place: delivery.job for delivery in left}
-        return release(servers, shards, self.consumer, known, frozenset(self.status.held))
+        held = frozenset(self.status.held)
+        return release(servers, shards, self.consumer, known, held, self._stays)
 
     def wait_no_longer(self, shards: Sequence[ShardKeys]) -> None:
         """Let go of answers that could not be written in shards which the pool has left."""
@@ -548,7 +551,7 @@ class Service:
             for seat in seats:
                 seat.left.set()
             for seat in seats:
-                released += release(servers, seat.shards, self.consumer, known, keep)
+                released += release(servers, seat.shards, self.consumer, known, keep, self._stays)
                 seat.end_heartbeat()  # a beat on its way would bring the worker back
                 self._end_membership(servers, seat)
             logger.info(

@@ -59,11 +59,13 @@ class _Reader:
         if self._body[begin:opened].strip(_BLANKS) or self._body[opened] not in b"[{":
             raise _wrong("Expecting value")
         within = self._depth[first : last - 1]
-        if self._body[closed + 1 : end].strip(_BLANKS) or within.min() < within[0]:
+        if within.size and within.min() < within[0]:
             raise _wrong("Extra data")
         brackets = self._body[opened : opened + 1], self._body[closed : closed + 1]
-        if brackets not in ((b"[", b"]"), (b"{", b"}")):
+        if brackets not in ((b"[", b"]"), (b"{", b"}")):  # nor where it never ends
             raise _wrong("Expecting ',' delimiter")
+        if self._body[closed + 1 : end].strip(_BLANKS):
+            raise _wrong("Extra data")
         found: Any = [] if brackets[0] == b"[" else {}
         put = found.extend if isinstance(found, list) else found.update
         for part in self._parts(first, last):
@@ -73,8 +75,10 @@ class _Reader:
     def _parts(self, first: int, last: int) -> Iterator[tuple[int, int, int, int, bool]]:
         """Of a container between its brackets: spans as `_value` has them, cut at commas of its
         own, and whether each is one item."""
-        own = self._is_comma[first:last] & (self._depth[first:last] == self._depth[first])
-        cuts = first + np.flatnonzero(own)
+        level = self._depth[first]
+        # Nothing of all marks has a name: it would be kept while what lies deeper is read.
+        cuts = np.flatnonzero(self._is_comma[first:last] & (self._depth[first:last] == level))
+        cuts += first
         ends = np.append(self._at[cuts], self._at[last - 1])
         number, begin, mark = 0, int(self._at[first]) + 1, first + 1
         while number < len(ends):

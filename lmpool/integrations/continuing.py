@@ -22,6 +22,10 @@ MAX_HINT_TOKENS = 256
 """Of one of them."""
 MAX_HINTS = 64
 """Stop sequences that a job may have."""
+MAX_WITHIN = 3
+"""Tokens that end within one and the same character, which is four bytes at most: or it is none."""
+MAX_WINDOW = 16
+"""Tokens in a row of which none ends between two characters, until the first ones are let go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,12 +126,16 @@ class _Reader:
         self._window.append(token)
         new = self._new()
         whole = new.rstrip("\ufffd")
+        within = min(len(new) - len(whole), MAX_WITHIN)
+        if len(self._window) - self._before > MAX_WINDOW:  # else each would read all of them again
+            whole = new[: len(new) - within]
+            self._let_go(MAX_WITHIN, within)
+        elif whole == new != "":
+            self._let_go(0, 0)
+        else:
+            self._seen += len(whole)
         if not whole:
             return False
-        self._seen += len(whole)
-        if whole == new:
-            self._window = self._window[self._before :]
-            self._before, self._seen = len(self._window), len(stops.told(self._window))
         begin = max(0, len(self.text) - stops.longest + 1)
         self.text += whole
         places = ((self.text.find(each, begin), len(each)) for each in stops.texts)
@@ -135,6 +143,13 @@ class _Reader:
         if found:  # the one that ends first, the longest of those
             self.text = self.text[: min(found)[1]]
         return bool(found)
+
+    def _let_go(self, tokens: int, characters: int) -> None:
+        """Forget the tokens of before. Of those behind them so many, and of their text so many
+        characters, are yet to be read."""
+        self._window = self._window[self._before :]
+        self._before = len(self._window) - tokens
+        self._seen = max(0, len(self._stops.told(self._window)) - characters)
 
     def _new(self) -> str:
         """What was not read yet, and may end within a character."""

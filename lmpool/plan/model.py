@@ -33,7 +33,7 @@ _ENCODERS: Final = frozenset(
         "xlm-roberta", "xlm-roberta-xl", "xlnet",
     }
 )  # fmt: skip
-"""Model types whose rows depend on what follows, whatever head they have."""
+"""Model types whose rows depend on what follows, whatever head they have, but as decoders."""
 _OF_SEVERAL_KINDS: Final = (
     "attn_layer_indices", "attn_layer_period", "attn_type_list", "block_types",
     "full_attention_interval", "full_attn_idxs", "hybrid_override_pattern", "lru_width",
@@ -188,7 +188,8 @@ def _unusual(config: Mapping[str, Any]) -> str:
         return "a model with an encoder, which no engine of lmpool's serves"
     made_for = config.get("architectures")
     masked = isinstance(made_for, list) and any("MaskedLM" in str(each) for each in made_for)
-    if masked or config.get("model_type") in _ENCODERS:
+    encodes = masked or config.get("model_type") in _ENCODERS
+    if encodes and not config.get("is_decoder"):  # with that, transformers has it look back alone
         return (
             "an encoder, whose rows depend on what follows, so that none are kept; no engine of "
             "lmpool's serves it"

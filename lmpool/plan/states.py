@@ -61,7 +61,7 @@ def kept_states(
             min(tokens, MOST_POSITIONS) if most else tokens,
         )
     if name in _OF_ALL:
-        part = share_of_all or ENGINE_SHARE
+        part = ENGINE_SHARE if share_of_all is None else share_of_all
         return Kept(
             what,
             f"(GPU memory x {part:g} - weights) / states of a token",

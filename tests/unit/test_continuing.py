@@ -180,6 +180,46 @@ def test_texts_end_at_the_first_stop_however_tokens_and_pieces_divide_them(
     assert 20 < ended < 140
 
 
+class AnyBytes:
+    """A tokenizer whose tokens are any bytes, and how many tokens it was given to tell."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self._tokens: list[bytes] = []
+
+    def token(self, data: bytes) -> int:
+        if data not in self._tokens:
+            self._tokens.append(data)
+        return self._tokens.index(data)
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [self.token(bytes([byte])) for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        self.given += len(ids)
+        return b"".join(self._tokens[i] for i in ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_tokens_that_all_end_within_characters_are_read_once(broken: bool) -> None:
+    """Also where these are none: who reads all of them anew with each holds up everybody."""
+    dice = random.Random(broken)
+    for size in [*([20] * 100), 2000]:
+        characters = "€世" if size > 100 else "é€😀世a"
+        parts = [each.encode() for each in dice.choices(characters, k=size)]
+        if broken:
+            parts[size // 2 :] = dice.choices([b"\xff", b"\xe2", b"\x80", b"\xf0\x9f"], k=size)
+        data = b"".join(parts) + "😀€\n".encode()
+        begin = dice.randint(1, 2)  # of three bytes no other token ends where a character does
+        pieces = [data[:begin], *(data[at : at + 3] for at in range(begin, len(data), 3))]
+        tokenizer = AnyBytes()
+        ids = [tokenizer.token(piece) for piece in pieces]
+        found = read(Pool(tokenizer, ids, [], "length"), "😀€\n")
+        assert found.finish_reason == "stop"
+        assert found.text == data.decode("utf-8", "replace").removesuffix("😀€\n")
+        assert tokenizer.given < 60 * len(ids) + 200
+
+
 def test_a_stop_is_in_no_special_token(tokenizer: Any) -> None:
     ids = [*tokenizer.encode("ab", add_special_tokens=False), EOS]
     for stop in ("<", "s", ">", "/s", "b</s>"):

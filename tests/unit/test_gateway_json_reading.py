@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -79,6 +80,24 @@ def test_and_so_are_these(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[1,2,3', b'{"prompt":[1,2,3]', b'{"prompt":[1,2,3,[4]', b"[1",
+        b"[[1]", b"[1,[2]", b"[1]x", b'{"a":[1]}{"b":2}', b"[1,2],3", b"[[1],[2]],3", b"[1]]",
+    ],
+)  # fmt: skip
+def test_what_ends_too_early_or_too_late_is_told_as_json_loads_tells_it(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_reading, "PART", 1)
+    with pytest.raises(json.JSONDecodeError) as wanted:
+        json.loads(body)
+    with pytest.raises(json.JSONDecodeError) as found:
+        in_parts(body)
+    assert found.value.msg == wanted.value.msg
+
+
+@pytest.mark.parametrize(
     ("item", "before", "after"),
     [
         ("1", "[", "]"),
@@ -104,6 +123,21 @@ def test_no_call_holds_other_threads_for_long(
     monkeypatch.setattr(json, "loads", counted)
     assert in_parts(body) == loads(body)
     assert max(sizes) <= json_reading.PART + 2
+
+
+def test_what_lies_deep_takes_no_more_memory() -> None:
+    """Else some bodies at once would have all that there is."""
+    peaks = []
+    for depth in (1, 100):
+        body = b"[" * depth + b"0," * 200_000 + b"0" + b"]" * depth
+        in_parts(body)  # what is made once is there
+        tracemalloc.start()
+        try:
+            in_parts(body)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]
 
 
 def test_what_is_nested_deeper_than_anything_is_refused() -> None:

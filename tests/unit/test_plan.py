@@ -379,6 +379,7 @@ def test_states_fit_beside_the_weights(tmp_path: Path) -> None:
     ("engine", "options", "kept"),
     [
         ("vllm", {"gpu_memory_utilization": 0.5}, (0.5 * 80 * GIB - 1000) // 131_072),
+        ("vllm", {"gpu_memory_utilization": 0}, 0),
         ("vllm", {"kv_cache_memory_bytes": GIB}, 8192),
         ("sglang", {"server_args": {"mem_fraction_static": 0.5}}, (40 * GIB - 1000) // 131_072),
         ("hf", {"kv_cache_bytes": GIB}, 8192),
@@ -425,6 +426,14 @@ def test_of_an_encoder_no_keys_and_values_are_reckoned(
     found = read_model(config(tmp_path, **{**LLAMA, **fields}))
     assert found.state_bytes is None
     assert any("no engine of lmpool's serves" in text for text in found.unknown)
+
+
+def test_an_encoder_that_is_a_decoder_is_reckoned_with(tmp_path: Path) -> None:
+    """The hf engine serves it."""
+    fields = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "is_decoder": True}
+    found = read_model(config(tmp_path, **{**LLAMA, **fields}))
+    assert found.state_bytes == read_model(config(tmp_path, **LLAMA)).state_bytes
+    assert not any("encoder" in text for text in found.unknown)
 
 
 def test_of_an_engine_that_keeps_states_in_its_own_way_it_is_not_known(tmp_path: Path) -> None:

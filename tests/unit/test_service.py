@@ -937,6 +937,35 @@ def test_a_job_that_waits_to_be_run_alone_keeps_its_deliveries_without_this_one(
     assert item["times_delivered"] == 1
 
 
+def test_who_leaves_in_two_steps_takes_one_delivery_off(
+    new: Callable[..., InProcessWorker],
+    engine: GatedEngine,
+    server: redis.Redis,
+    keys: PoolKeys,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a job that it took over, and whose answer was lost: as the engine is at work yet, and
+    again once it is done. Else it would be given back as if it were new."""
+    monkeypatch.setattr("lmpool.worker.recovery.LOOK_EVERY", 600)  # or it would find it again
+    worker = new(batch_size=1)
+    worker.start()
+    info, shards = served(server, keys)
+    enqueue(server, shards[1], info, 1)
+    assert engine.computing.wait(60)
+    key = shards[0].stream().key
+    with beating(server, shards[0], "dying"):
+        entry, _ = die_with(server, shards[0], info)
+        server.xclaim(key, GROUP, worker.id, 0, [entry], retrycount=2)
+        stopping = Guarded(worker.stop)
+        until(lambda: server.xpending_range(key, GROUP, "-", "+", 1)[0]["times_delivered"] == 1)
+        engine.gate.set()
+        stopping.end()
+        (item,) = server.xpending_range(key, GROUP, "-", "+", 10)  # type: ignore[misc]
+    assert item["message_id"] == entry
+    assert item["consumer"].decode() == worker.id
+    assert item["times_delivered"] == 1
+
+
 def test_a_job_that_waits_to_be_run_alone_is_run_so_by_a_worker_that_moves(
     new: Callable[..., InProcessWorker],
     engine: GatedEngine,
