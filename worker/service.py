@@ -120,10 +120,10 @@ class Service:
         self._publisher: Publisher | None = None
         self._lasting: Sequence[str] = ()
         """What workers put there once, for clients that come: a full server may evict it."""
-        self._stays: set[tuple[str, bytes]] = set()
-        """Entries that others are to try alone, and whose delivery to this worker was taken off."""
         self._publishes_from = 0.0
         """When it may be put there again, on the monotonic clock."""
+        self._stays: set[tuple[str, bytes]] = set()
+        """Entries that others are to try alone, and whose delivery to this worker was taken off."""
 
     def start(self) -> None:
         """Load the engine, join the pool, and serve. Blocks until it does.
