@@ -30,7 +30,12 @@ F32 = npt.NDArray[np.float32]
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[float, float | None, bool]]] = {
     "untied": ("llama", {"tie_word_embeddings": False}, (1.0, None, False)),
     "tied": ("llama", {"tie_word_embeddings": True}, (1.0, None, False)),
-    "cap": ("gemma2", {"final_logit_softcapping": 5.0}, (1.0, 5.0, False)),
+    # No window that mlx-lm would have to heed.
+    "cap": (
+        "gemma2",
+        {"final_logit_softcapping": 5.0, "sliding_window": LONGEST},
+        (1.0, 5.0, False),
+    ),
     "bias": ("phi", {}, (1.0, None, True)),
     "gpt2": ("gpt2", {"n_ctx": LONGEST}, (1.0, None, False)),
     "state": ("mamba", {}, (1.0, None, False)),
