@@ -101,10 +101,9 @@ class _Reader:
     def __init__(self, stops: _Stops) -> None:
         self.text = ""
         """What was read: whole characters, and nothing from the stop on."""
-        self.count = 0
-        """How many tokens were read."""
         self._stops = stops
-        self._ids: list[int] = []
+        self.ids: list[int] = []
+        """The tokens that were read."""
         self._window: list[int] = []
         """The last tokens: those whose text came last, as some tokens say other things alone, and
         those behind them that end within a character."""
@@ -116,10 +115,9 @@ class _Reader:
     def read(self, token: int) -> bool:
         """Whether a stop ends with this token."""
         stops = self._stops
-        self._ids.append(token)
-        self.count += 1
+        self.ids.append(token)
         if stops.hides(token):
-            ended = any(self._ids[-len(each) :] == each for each in stops.tokens)
+            ended = any(self.ids[-len(each) :] == each for each in stops.tokens)
             if ended:
                 self.text += self._new()
             return ended
@@ -202,7 +200,7 @@ async def continue_text(
     whole = _joined(parts)
     if not ended:
         return continued(lm, whole)
-    whole = _first(replace(whole, finish_reason="stop"), reader.count)
+    whole = _first(replace(whole, finish_reason="stop"), len(reader.ids))
     return _told(whole, reader.text)
 
 
