@@ -31,14 +31,30 @@ EACH = 100
 FOR_EVER = 3_600_000
 
 
-def store(worker: Consumer, *jobs: Job, life_ms: int = 60_000) -> int:
+def store(worker: Consumer, *jobs: Job) -> int:
     """Write results as one batch; the bytes that are held then."""
     entries = worker.read()
     for job in jobs:
         put_result(worker.server, worker.shard, job)
     done = [(job, entry, "ok", "") for job, entry in zip(jobs, entries, strict=False)]
-    worker.complete(done, stored=jobs, bytes_each=EACH, life_ms=life_ms)
+    worker.complete(done, stored=jobs, bytes_each=EACH, life_ms=60_000)
     return worker.holds
+
+
+def stored_long_ago(server: redis.Redis, shard: ShardKeys, *batches: list[Job]) -> None:
+    """Results that are accounted, whose time is over and which have no life, as they are restored.
+
+    Not `store` with a short life: the account of one batch ends soon behind it.
+    """
+    seconds, _ = server.time()  # type: ignore[misc]
+    held = 0
+    for number, jobs in enumerate(batches):
+        for job in jobs:
+            put_result(server, shard, job)
+        held += EACH * len(jobs)
+        digests = "".join(job.digest.hex() for job in jobs)
+        fields = {"held": held, "bytes": EACH * len(jobs), "life": 1, "digests": digests}
+        server.xadd(shard.account, fields, id=f"{seconds * 1000 - 60_000}-{number}")  # type: ignore[arg-type]
 
 
 def evict(
@@ -152,10 +168,8 @@ def test_who_takes_nothing_is_not_waited_for(
 def test_what_ended_by_itself_leaves_the_account_and_what_was_stored_again_stays(
     worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
-    store(worker, JOBS[0], life_ms=1)
-    store(worker, JOBS[1], life_ms=1)
+    stored_long_ago(redis_client, shard, JOBS[:1], JOBS[1:2])
     store(worker, JOBS[2])
-    time.sleep(0.01)
     for job in JOBS[:2]:  # as if computed again just now
         redis_client.pexpire(shard.result(job.digest), FOR_EVER)
     assert evict(redis_client, shard, 300) == (100, 0, {})
@@ -167,13 +181,7 @@ def test_what_was_restored_without_its_life_gets_one_as_it_is_over(
     worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:
     """Or it would stay for ever, and nobody would count it."""
-    seconds, _ = redis_client.time()  # type: ignore[misc]
-    for number in range(0, 6, 2):
-        digests = "".join(job.digest.hex() for job in JOBS[number : number + 2])
-        fields = {"held": EACH * (number + 2), "bytes": 2 * EACH, "life": 1, "digests": digests}
-        redis_client.xadd(shard.account, fields, id=f"{seconds * 1000 - 60_000}-{number}")  # type: ignore[arg-type]
-    for job in JOBS[:6]:
-        put_result(redis_client, shard, job)
+    stored_long_ago(redis_client, shard, JOBS[:2], JOBS[2:4], JOBS[4:6])
     redis_client.pexpire(shard.result(JOBS[1].digest), FOR_EVER)  # it was stored again
     assert store(worker, JOBS[6]) == 700
     # No more at once than is told.
@@ -324,10 +332,9 @@ def test_room_is_made_where_the_servers_memory_is_full(
 ) -> None:
     shard = shard_of_pool(pool_name)
     worker = Consumer(redis_client, shard)
-    store(worker, JOBS[8], life_ms=1)
+    stored_long_ago(redis_client, shard, JOBS[8:9])
     store(worker, *JOBS[:4])
     store(worker, *JOBS[4:8])
-    time.sleep(0.01)
     redis_client.config_set("maxmemory", 1)
     try:
         assert evict(redis_client, shard, 800) == (800, 0, {})  # only what ended by itself
