@@ -20,6 +20,7 @@ from redis.connection import Connection, SSLConnection
 
 from lmpool.address import Address, Cluster, in_url
 from lmpool.replies import BoundedParser, Parser
+from lmpool.server import is_cut_short
 from lmpool.slots import SLOTS
 
 logger = logging.getLogger(__name__)
@@ -68,9 +69,7 @@ def slot_error(text: str) -> redis.exceptions.ConnectionError | None:
         return SlotLost(text)
     if text.startswith("ASK ") or "non local key" in text:
         return SlotMigrating(text)
-    # A blocked read ends so when its node becomes a replica; also when a stream was deleted, which
-    # is another matter.
-    if text.startswith("READONLY ") or (text.startswith("UNBLOCKED ") and "longer" not in text):
+    if text.startswith("READONLY ") or is_cut_short(text):
         return SlotLost(text)
     return None
 

@@ -93,6 +93,12 @@ def is_wrong_type(error: BaseException) -> bool:
     return str(error).startswith("WRONGTYPE")
 
 
+def is_cut_short(refusal: str) -> bool:
+    """Whether a blocked read ended as its server became a replica, or somebody ended it. One whose
+    stream was deleted ends so too, which is another matter."""
+    return refusal.startswith("UNBLOCKED ") and "longer" not in refusal
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether the connection is lost or the server is not ready: a reason to try again later."""
     if isinstance(error, redis.exceptions.AuthenticationError):
@@ -104,7 +110,9 @@ def is_lost(error: BaseException) -> bool:
     passing = (redis.exceptions.ReadOnlyError, redis.exceptions.InvalidResponse)
     if isinstance(error, (*LOST, *passing, OSError)):
         return True
-    return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(NOT_READY)
+    if not isinstance(error, redis.exceptions.ResponseError):
+        return False
+    return str(error).startswith(NOT_READY) or is_cut_short(str(error))
 
 
 def open_server(

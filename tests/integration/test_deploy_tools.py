@@ -467,11 +467,30 @@ def test_workers_come_with_the_backlog_and_leave_one_by_one() -> None:
     assert "replicas" not in worker["spec"], "KEDA's to say"
     assert one("default", "Deployment", "-worker")["spec"]["replicas"] == 1
     (trigger,) = scaled["triggers"]
-    assert 'lmpool_backlog_jobs{pool="default"}' in trigger["metadata"]["query"]
+    assert 'lmpool_backlog_jobs{pool="default", namespace=' in trigger["metadata"]["query"]
     assert trigger["metadata"]["ignoreNullValues"] == "false"
     down = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
     assert down["stabilizationWindowSeconds"] >= 300
     assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 120}]
+
+
+@pytest.mark.parametrize("where", ["models", "others", ""])
+def test_workers_come_with_the_backlog_of_their_own_namespace(where: str, tmp_path: Path) -> None:
+    """Others may have a pool of that name; and a Prometheus may know of no namespaces."""
+    promtool = need("promtool")
+    (trigger,) = one("all", "ScaledObject")["spec"]["triggers"]
+    found = {"interactive": 5, "batch": 3}
+    series = [
+        {"series": f'lmpool_backlog_jobs{{pool="default", priority="{name}"{place}}}', "values": n}
+        for name, n in found.items()
+        for place in ([f', namespace="{where}"'] if where else [""])
+    ]
+    expected = [] if where == "others" else [{"labels": "{}", "value": sum(found.values())}]
+    asked = {"expr": trigger["metadata"]["query"], "eval_time": "0m", "exp_samples": expected}
+    path = tmp_path / "test.yml"
+    case = {"interval": "1m", "input_series": series, "promql_expr_test": [asked]}
+    path.write_text(yaml.safe_dump({"tests": [case]}))
+    run(promtool, "test", "rules", path)
 
 
 def test_streams_scale_by_their_lengths_together() -> None:

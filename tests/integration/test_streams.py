@@ -392,6 +392,35 @@ def test_a_failover_costs_no_piece(server_binary: str, pool_name: str) -> None:
         assert reader.tokens() == continuation(PROMPT, 400, 3)
 
 
+def test_a_server_that_becomes_a_replica_for_a_moment_leaves_a_stream_its_pieces(
+    server_binary: str, pool_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends reads that are blocked, and says why: what was read piece by piece goes on so."""
+    readers: list[Reader] = []
+    with (
+        RealServer(binary=server_binary) as server,
+        in_process_worker(server.url, pool_name),
+        connected(server.url, pool_name) as lm,
+        server.client() as client,
+        # Where no piece is read, the rest is drawn all the same.
+        drawn_as_read(lambda: readers[0].drawn if readers else 0, patience=1.0),
+        Hold(after=10) as hold,
+    ):
+        readers.append(Reader(lm, PROMPT, max_tokens=30, seed=3, eos_token_ids=[]))
+        reader = readers[0]
+        until(lambda: reader.drawn == 10, what="what is drawn to be read")
+        until(
+            lambda: any(c["cmd"] == "xread" and "b" in c["flags"] for c in client.client_list()),
+            what="more to be waited for",
+        )
+        client.replicaof("127.0.0.1", 1)
+        client.replicaof("NO", "ONE")
+        hold.open()
+        assert reader.tokens() == continuation(PROMPT, 30, 3)
+        assert len([piece for piece in reader.pieces if piece.number >= 10]) > 5
+    assert "UNBLOCKED" not in caplog.text
+
+
 # --- what others may have written --------------------------------------------------------------
 
 

@@ -51,7 +51,9 @@ def scaled_by() -> list[str]:
     """The queries of the chart's ScaledObject, as its template has them."""
     text = (CHART / "templates" / "scaledobject.yaml").read_text("utf-8")
     return [
-        query.replace("{{ $.Values.pool | quote }}", '"default"')
+        query.replace("{{ $.Values.pool | quote }}", '"default"').replace(
+            "{{ $.Release.Namespace }}", "models"
+        )
         for query in re.findall(r"^\s+query: (.+)$", text, re.MULTILINE)
     ]
 

@@ -43,6 +43,16 @@ def test_names_and_labels_that_are_not_there_are_found(expression: str, found: l
     assert problems(expression) == found
 
 
+def test_pools_of_one_name_in_two_namespaces_are_two() -> None:
+    for where, text in expressions():
+        if where.startswith(("alert", "panel")):
+            for labels in re.findall(r"(?:by|on) \((.*?)\)", text):
+                assert "namespace" in labels or "pool" not in labels, (where, text)
+        if not where.startswith("alert") and where != "variable namespace":
+            chosen = re.findall(r"lmpool_\w+(\{[^}]*\})?", text)
+            assert all("namespace=~" in labels for labels in chosen), (where, text)
+
+
 def test_more_may_be_computed_than_prompts_have_and_no_less_than_nothing_is_kept() -> None:
     shares = [text for _, text in expressions() if "computed_tokens" in text and "prompt_" in text]
     assert shares
@@ -125,7 +135,7 @@ def test_panels_are_whole() -> None:
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     text = json.dumps(dashboard["panels"])
     assert set(re.findall(r"\$\{?(\w+)", text)) - {"__rate_interval"} <= variables
-    assert variables == {"datasource", "pool", "instance", "gateway"}
+    assert variables == {"datasource", "namespace", "pool", "instance", "gateway"}
 
 
 def test_panels_lie_beside_each_other() -> None:
