@@ -20,7 +20,7 @@ from redis.connection import Connection, SSLConnection
 
 from lmpool.address import Address, Cluster, in_url
 from lmpool.replies import BoundedParser, Parser
-from lmpool.server import is_cut_short
+from lmpool.server import SlotRefused, is_cut_short
 from lmpool.slots import SLOTS
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ SUSPECT_FOR: Final = 10.0
 """Seconds for which a node that did not answer is asked after all others."""
 
 
-class SlotMoved(redis.exceptions.ConnectionError):
+class SlotMoved(SlotRefused):
     """MOVED: another node serves this slot. An empty host is the one that was asked."""
 
     def __init__(self, text: str, slot: int, host: str, port: int) -> None:
@@ -47,19 +47,15 @@ class SlotMoved(redis.exceptions.ConnectionError):
         self.slot, self.host, self.port = slot, host, port
 
 
-class SlotMigrating(redis.exceptions.ConnectionError):
+class SlotMigrating(SlotRefused):
     """ASK, or a script that did not find what has gone already: the slot is on its way."""
 
 
-class SlotLost(redis.exceptions.ConnectionError):
+class SlotLost(SlotRefused):
     """The node serves the slot no longer, and does not say who does."""
 
 
-REFUSALS: Final = (redis.exceptions.ResponseError, SlotMoved, SlotMigrating, SlotLost)
-"""What a node that is there answers instead of what was asked."""
-
-
-def slot_error(text: str) -> redis.exceptions.ConnectionError | None:
+def slot_error(text: str) -> SlotRefused | None:
     """What a node's refusal says of a slot; None where it is about something else."""
     if text.startswith("MOVED "):
         slot, _, address = text[6:].partition(" ")

@@ -14,7 +14,6 @@ import redis.exceptions
 
 from lmpool.address import Address, Cluster, in_url
 from lmpool.cluster import (
-    REFUSALS,
     BoundedClusterParser,
     ClusterParser,
     NodeConnection,
@@ -25,7 +24,7 @@ from lmpool.cluster import (
 from lmpool.commands import Pipeline, Server
 from lmpool.connections import OneConnectionClient, OneConnectionPool, OwnWordsPipeline
 from lmpool.keys import ShardKeys
-from lmpool.server import connection_options, is_full, is_lost
+from lmpool.server import REFUSALS, connection_options, is_full, is_lost
 from lmpool.servers import Servers, accepted, gathered
 from lmpool.slots import slot_of
 

@@ -71,6 +71,14 @@ NOT_READY: Final = (
 scripts that a worker will load."""
 
 
+class SlotRefused(redis.exceptions.ConnectionError):
+    """A node of a cluster is there, and does not serve a slot, or not now."""
+
+
+REFUSALS: Final = (redis.exceptions.ResponseError, SlotRefused)
+"""What a server that is there answers instead of what was asked."""
+
+
 def is_full(error: BaseException) -> bool:
     """Whether the server's memory is full: there is room again when rows have ended."""
     return isinstance(error, redis.exceptions.OutOfMemoryError)
@@ -80,6 +88,11 @@ def why_not_now(error: BaseException) -> str:
     """Why a server refuses for now, and what helps where that does not pass by itself."""
     if is_full(error):
         return "its memory is full: raise maxmemory, or move other data elsewhere"
+    if isinstance(error, SlotRefused):
+        return (
+            f"a slot is moved, or another node takes its primary's place ({error}): try again once "
+            "that is over"
+        )
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return (
             "it is a replica, which takes no writes: write its primary's URL, or where Sentinels "
@@ -176,6 +189,8 @@ def explained(url: str) -> Iterator[None]:
             f"{shown} does not permit this user: {error}. Use a URL with a user of another role: "
             "`lmpool doctor` and deploy/redis/users.acl say what each may"
         ) from None
+    except SlotRefused as error:
+        raise ServerUnreachable(f"{shown} is not ready: {why_not_now(error)}") from None
     except LOST as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ServerUnreachable(f"no answer from {shown}: {reason}. {remedy(url)}") from None

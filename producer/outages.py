@@ -16,7 +16,7 @@ LOOK_EVERY: Final = 0.05
 class Outage:
     """One shard that is away."""
 
-    __slots__ = ("claims", "since", "withdrawn")
+    __slots__ = ("claims", "error", "since", "withdrawn")
 
     def __init__(self) -> None:
         self.since = time.monotonic()
@@ -24,6 +24,12 @@ class Outage:
         """Flights that could not be claimed."""
         self.withdrawn: list[tuple[int, Digest]] = []
         """What it could not be told that nobody waits for."""
+        self.error: Exception | None = None
+        """What was met there last."""
+
+    def note(self, _: ShardKeys, error: Exception) -> None:
+        """It was asked, and is away still."""
+        self.error = error
 
 
 class Outages:

@@ -54,6 +54,7 @@ from lmpool.producer.withdrawal import withdraw
 from lmpool.scripts import ScriptsMissing, script
 from lmpool.server import (
     ANSWER_TIMEOUT,
+    REFUSALS,
     explained,
     get_string,
     is_full,
@@ -280,7 +281,7 @@ class Sender:
         session.troubles["server"] = now, _why(error)
         self._next_check = 0.0  # what asks nothing does not find out whether it is back
         if now - since >= session.options.reconnect_timeout:
-            if isinstance(error, redis.exceptions.ResponseError):
+            if isinstance(error, REFUSALS):
                 session.fail_everything(
                     ServerUnreachable(
                         f"{shown} has refused for {now - since:.0f} s: {why_not_now(error)}"
@@ -422,7 +423,8 @@ class Sender:
                 session.troubles.pop(shard.number, None)
                 continue
             number = shard.number
-            found = self._servers.apart([shard], partial(_look_for, shard.steady))
+            look = partial(_look_for, shard.steady)
+            found = self._servers.apart([shard], look, outage.note)
             if found is not None and self._check_all(shard, self._claimed(number, outage)):
                 self._outages.end(shard)
                 session.troubles.pop(number, None)
@@ -435,7 +437,7 @@ class Sender:
             if now - outage.since >= session.options.reconnect_timeout:
                 outage.claims.clear()  # whoever asks from now on is told at once
                 outage.withdrawn.clear()  # nobody is there to be told
-                self._give_up(number, now - outage.since)
+                self._give_up(number, now - outage.since, outage.error)
 
     def _claimed(self, number: int, outage: Outage) -> list[Flight]:
         """The flights of a shard that its server may know of."""
@@ -447,14 +449,16 @@ class Sender:
                 if flight.sent and flight.shard == number and id(flight) not in unclaimed
             ]
 
-    def _give_up(self, number: int, seconds: float) -> None:
-        """Nobody has answered for a shard for too long."""
+    def _give_up(self, number: int, seconds: float, met: Exception | None) -> None:
+        """Nobody has answered for a shard for too long, or all that was asked was refused."""
         session = self._session
         shown, place = mask_url(session.options.url), self._servers.place(session.shards[number])
+        said, helps = "no answer from", remedy(session.options.url)
+        if isinstance(met, REFUSALS):
+            said, helps = "all is refused by", f"The last was: {why_not_now(met)}"
         error = ServerUnreachable(
-            f"no answer from {place or shown} for {seconds:.0f} s, where {shown} has shard "
-            f"{number} of pool {session.options.pool!r}; its other shards may be well. "
-            + remedy(session.options.url)
+            f"{said} {place or shown} for {seconds:.0f} s, where {shown} has shard {number} of "
+            f"pool {session.options.pool!r}; its other shards may be well. {helps}"
         )
         with session.lock:
             ended = [
@@ -669,7 +673,7 @@ def _why(error: Exception) -> str:
     not to know it."""
     if is_full(error):
         return ", whose server's memory was full"
-    if isinstance(error, redis.exceptions.ResponseError):
+    if isinstance(error, REFUSALS):
         return ", whose server was not ready"
     return ", whose server did not answer"
 

@@ -95,7 +95,7 @@ class DeadLetters:
         except redis.exceptions.ResponseError as error:
             if not is_about_entries(error):
                 raise
-            logger.error("%r of %s cannot be buried: %s", entry, stream.key, error)
+            logger.error("%s of %s cannot be buried: %s", entry.decode(), stream.key, error)
             server.xack(stream.key, GROUP, entry)  # or it would come back for ever
             server.xdel(stream.key, entry)
             return

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import redis.exceptions
+
 from lmpool.commands import Server, Value
 from lmpool.isolation import isolate
 from lmpool.keys import GROUP, JobStream, ShardKeys
@@ -84,8 +86,11 @@ def _give_back(server: Server, stream: JobStream, jobs: Sequence[tuple[str, byte
         arguments += [value for job in some for value in job]
         released += script("release")(server, [stream.key], arguments)
 
+    def refused(job: tuple[str, bytes], error: redis.exceptions.RedisError) -> None:
+        logger.error("%s of %s cannot be given back: %s", job[1].decode(), stream.key, error)
+
     if jobs:
-        isolate(jobs, give_back, lambda job, error: logger.error("%s stays: %s", job[1], error))
+        isolate(jobs, give_back, refused)
     return released
 
 

@@ -133,6 +133,25 @@ def test_who_waits_for_too_long_is_told_which_shard(cluster: Cluster, lm: lmpool
     assert_right(lm, prompts_of(lm, away, 20, 500))
 
 
+@pytest.mark.one_server
+def test_who_waits_for_a_slot_that_nobody_serves_is_told_so(
+    cluster: Cluster, lm: lmpool.PooledLM
+) -> None:
+    owner, away, there = victim_of(cluster, lm)
+    said = f"all is refused by .* shard {away.number} of pool .* may be well. The last was: "
+    for node in cluster.nodes:
+        node.command("CLUSTER", "DELSLOTS", away.slot)
+    try:
+        with connected(cluster.url, lm.pool, cache_bytes=0, reconnect_timeout=3.0) as hasty:
+            with pytest.raises(ServerUnreachable, match=said):
+                assert_right(hasty, prompts_of(lm, away, 3, 0))
+            assert_right(hasty, prompts_of(lm, there, 20, 0))
+    finally:
+        owner.command("CLUSTER", "ADDSLOTS", away.slot)
+    cluster.wait_until_ok()
+    assert_right(lm, prompts_of(lm, away, 20, 500))
+
+
 def test_rows_of_a_shard_that_is_away_wait_for_it(cluster: Cluster, pool_name: str) -> None:
     """A worker that holds them computes and writes others meanwhile."""
     opts = {"vocab_size": VOCAB, "delay": 0.5}

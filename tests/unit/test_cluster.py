@@ -25,8 +25,9 @@ from lmpool.cluster import (
     slot_error,
 )
 from lmpool.cluster_servers import ClusterServers
+from lmpool.errors import ServerUnreachable
 from lmpool.keys import PoolKeys, ShardKeys
-from lmpool.server import is_full, is_lost
+from lmpool.server import explained, is_full, is_lost
 from lmpool.slots import SLOTS
 
 A, B, C = ("127.0.0.1", 7001), ("127.0.0.1", 7002), ("::1", 7003)
@@ -115,6 +116,17 @@ def test_a_refusal_about_a_slot_is_a_lost_connection(
     assert str(error) == text
     assert is_lost(error)
     assert not is_full(error)
+
+
+@pytest.mark.parametrize(("text", "kind"), REFUSALS)
+def test_who_is_refused_for_a_slot_is_not_told_that_nobody_answers(
+    text: str, kind: type[Exception]
+) -> None:
+    with pytest.raises(ServerUnreachable) as told, explained("redis+cluster://h:1"):
+        raise ClusterParser.parse_error(text)
+    assert str(told.value).startswith("redis+cluster://h:1 is not ready: a slot is moved, or ")
+    assert text in str(told.value)
+    assert "no answer" not in str(told.value)
 
 
 @pytest.mark.parametrize("text", PASSING)

@@ -19,6 +19,7 @@ from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import Job, pack_job
 from lmpool.worker import company as company_module
+from lmpool.worker import holding as holding_module
 from lmpool.worker import intake as intake_module
 from lmpool.worker.batching import Batcher
 from lmpool.worker.dead_letters import GARBAGE_BYTES, DeadLetters
@@ -690,6 +691,25 @@ def test_everything_that_is_held_is_given_back_at_once(
         assert redis_client.xrange(shard.stream().key, entry, entry)[0][1] == {
             b"job": pack_job(job)
         }  # type: ignore[index]
+
+
+def test_what_cannot_be_given_back_is_named(
+    servers: Servers,
+    redis_client: redis.Redis,
+    shard: ShardKeys,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise redis.exceptions.ResponseError("out of order")
+
+    create_groups(servers, [shard], "worker")
+    Caller(redis_client, shard).enqueue(new_job(1))
+    (entry,) = Consumer(redis_client, shard).read()
+    monkeypatch.setattr(holding_module, "script", lambda name: refuses)
+    assert release(servers, [shard], "worker", {}, (), set()) == 0
+    named = f"{entry.decode()} of {shard.stream().key}"
+    assert f"{named} cannot be given back: out of order" in caplog.text
 
 
 def test_nothing_held_nothing_given_back(
