@@ -11,7 +11,6 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from lmpool.errors import SettingsError
@@ -20,26 +19,39 @@ _ONE_MORE: Final = frozenset({"cohere2", "cohere2_moe"})
 """Model types whose windows are a token wider in vLLM than config.json says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unheeded:
-    """A field of config.json that vLLM's class of a model does not read, and the value that it
-    computes with."""
+_NO_BIAS: Final[Mapping[str, object]] = {"attention_bias": False}
+_TIED: Final[Mapping[str, object]] = {"tie_word_embeddings": True}
+_UNTIED: Final[Mapping[str, object]] = {"tie_word_embeddings": False}
 
-    name: str
-    value: object
-
-
-OTHERS: Final[Mapping[str, tuple[Unheeded, ...] | str]] = {
-    "CohereForCausalLM": (Unheeded("attention_bias", False), Unheeded("tie_word_embeddings", True)),
-    "Cohere2ForCausalLM": (
-        Unheeded("attention_bias", False),
-        Unheeded("tie_word_embeddings", True),
-    ),
-    "GPT2LMHeadModel": (Unheeded("scale_attn_weights", True),),
-    "OlmoeForCausalLM": (Unheeded("clip_qkv", None), Unheeded("norm_topk_prob", False)),
+OTHERS: Final[Mapping[str, Mapping[str, object] | str]] = {
+    "CohereForCausalLM": {**_NO_BIAS, **_TIED},
+    "Cohere2ForCausalLM": {**_NO_BIAS, **_TIED},
+    "DeepseekV2ForCausalLM": {**_NO_BIAS, **_UNTIED, "mlp_bias": False, "norm_topk_prob": False},
+    "DeepseekV3ForCausalLM": {**_NO_BIAS, **_UNTIED, "rope_interleave": True},
+    "Ernie4_5ForCausalLM": {"use_bias": False},
+    "GPT2LMHeadModel": {"scale_attn_weights": True},
+    "Gemma3ForCausalLM": {"use_bidirectional_attention": False},
+    "GemmaForCausalLM": _NO_BIAS,
+    "Glm4MoeForCausalLM": _UNTIED,
+    "GptOssForCausalLM": {**_UNTIED, "attention_bias": True, "rms_norm_eps": 1e-5},
+    "GraniteMoeForCausalLM": _NO_BIAS,
+    "GraniteMoeSharedForCausalLM": _NO_BIAS,
     "HrmTextForCausalLM": "lets the tokens of a prompt see those behind them",
+    "Lfm2ForCausalLM": _TIED,
+    "Lfm2MoeForCausalLM": _TIED,
+    "OlmoeForCausalLM": {
+        **_NO_BIAS,
+        **_UNTIED,
+        "clip_qkv": None,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+    },
+    "Qwen2MoeForCausalLM": {"qkv_bias": True},
+    "Qwen3ForCausalLM": _NO_BIAS,
+    "Qwen3MoeForCausalLM": _NO_BIAS,
 }
-"""vLLM's own classes that compute otherwise, by architecture: always, or for a field's value."""
+"""vLLM's own classes that compute otherwise, by architecture: why, or the fields of config.json
+that they do not heed, and the values that they compute with."""
 
 _ON_CPU: Final[Mapping[str, str]] = {
     "Ernie4_5_MoeForCausalLM": "chooses experts without their correction bias on a CPU",
@@ -48,6 +60,8 @@ _ON_CPU: Final[Mapping[str, str]] = {
 _BY_TRANSFORMERS: Final[Mapping[str, str]] = {
     "DogeForCausalLM": "attends without the model's own mask",
     "JetMoeForCausalLM": "does not compute the model's mixture of attention heads",
+    "MoshiForCausalLM": "does not heed windows as the model does",
+    "RecurrentGemmaForCausalLM": "does not heed windows as the model does",
     "ZayaForCausalLM": "does not compute the model's mixture of experts",
 }
 """Those that it takes from transformers, and computes otherwise."""
@@ -139,13 +153,14 @@ def bind(config: Any, *, on_cpu: bool) -> None:
     model, text = config.model_config, config.model_config.hf_text_config
     for name in model.hf_config.architectures or ():
         if model.using_transformers_backend():
-            said: tuple[Unheeded, ...] | str = _BY_TRANSFORMERS.get(name, "")
+            said: Mapping[str, object] | str = _BY_TRANSFORMERS.get(name, "")
         else:
             said = (_ON_CPU.get(name) if on_cpu else None) or OTHERS.get(name, "")
         if not isinstance(said, str):
-            unheeded = (f for f in said if getattr(text, f.name, f.value) != f.value)
-            values = [f"{f.name}={getattr(text, f.name)!r}" for f in unheeded]
-            said = f"does not heed {', '.join(values)} of config.json" if values else ""
+            own = {field: getattr(text, field, value) for field, value in said.items()}
+            # What is absent is as good as false.
+            unheeded = [f"{f}={own[f]!r}" for f in own if (own[f] or None) != (said[f] or None)]
+            said = f"does not heed {', '.join(unheeded)} of config.json" if unheeded else ""
         if said:
             raise SettingsError(
                 f"vLLM's {name} {said}: rows would be others; serve it with another engine"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from lmpool.backends import Request
 from lmpool.backends.contract import Reference
@@ -342,6 +344,36 @@ def test_models_that_vllm_computes_otherwise_are_refused(tmp_path, name, changes
     folder = save_model(tmp_path, name, hidden=128, **changes)
     with pytest.raises(SettingsError, match=f"{words}.* another engine"):
         vllm_engine(model=folder, max_prompt_tokens=60).__enter__()
+
+
+def test_what_vllm_does_not_heed_is_refused_and_nothing_else():
+    from transformers.models.auto import modeling_auto
+    from vllm import ModelRegistry
+
+    from lmpool.backends.vllm.faithful import OTHERS, bind
+
+    def told(name: str, **fields: object) -> None:
+        config = SimpleNamespace(architectures=[name], **fields)
+        model = SimpleNamespace(
+            hf_config=config, hf_text_config=config, using_transformers_backend=lambda: False
+        )
+        compilation = SimpleNamespace(custom_ops=["all"])
+        whole = SimpleNamespace(model_config=model, compilation_config=compilation)
+        bind(whole, on_cpu=False)
+
+    assert OTHERS.keys() <= set(ModelRegistry.get_supported_archs())
+    kinds = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    for name, heeded in OTHERS.items():
+        if isinstance(heeded, str):
+            with pytest.raises(SettingsError, match=f"{name} {heeded}: .* another engine"):
+                told(name)
+            continue
+        config = transformers.AutoConfig.for_model(kinds[name])
+        told(name, **{field: getattr(config, field) for field in heeded})
+        for field, value in heeded.items():
+            other = 0.5 if value is None else not value
+            with pytest.raises(SettingsError, match=f"{name} .* {field}={other} of config"):
+                told(name, **{field: other})
 
 
 class TestConfigurations:
