@@ -53,11 +53,12 @@ OTHERS: Final[Mapping[str, Mapping[str, object] | str]] = {
 """vLLM's own classes that compute otherwise, by architecture: why, or the fields of config.json
 that they do not heed, and the values that they compute with."""
 
-_ON_CPU: Final[Mapping[str, str]] = {
+ON_CPU: Final[Mapping[str, str]] = {
     "Ernie4_5_MoeForCausalLM": "chooses experts without their correction bias on a CPU",
 }
+"""Those of them that do so on a CPU alone."""
 
-_BY_TRANSFORMERS: Final[Mapping[str, str]] = {
+BY_TRANSFORMERS: Final[Mapping[str, str]] = {
     "DogeForCausalLM": "attends without the model's own mask",
     "JetMoeForCausalLM": "does not compute the model's mixture of attention heads",
     "MoshiForCausalLM": "does not heed windows as the model does",
@@ -153,9 +154,9 @@ def bind(config: Any, *, on_cpu: bool) -> None:
     model, text = config.model_config, config.model_config.hf_text_config
     for name in model.hf_config.architectures or ():
         if model.using_transformers_backend():
-            said: Mapping[str, object] | str = _BY_TRANSFORMERS.get(name, "")
+            said: Mapping[str, object] | str = BY_TRANSFORMERS.get(name, "")
         else:
-            said = (_ON_CPU.get(name) if on_cpu else None) or OTHERS.get(name, "")
+            said = (ON_CPU.get(name) if on_cpu else None) or OTHERS.get(name, "")
         if not isinstance(said, str):
             own = {field: getattr(text, field, value) for field, value in said.items()}
             # What is absent is as good as false.

@@ -14,7 +14,7 @@ import transformers
 from lmpool.backends import Request
 from lmpool.backends.contract import Reference
 from lmpool.backends.progress import Listening
-from lmpool.errors import PromptFailed, SettingsError
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
 from tests.support.models import LONGEST, ORIGINAL, VOCAB, WINDOW, configuration, save_model
@@ -350,17 +350,29 @@ def test_what_vllm_does_not_heed_is_refused_and_nothing_else():
     from transformers.models.auto import modeling_auto
     from vllm import ModelRegistry
 
-    from lmpool.backends.vllm.faithful import OTHERS, bind
+    from lmpool.backends.vllm.faithful import BY_TRANSFORMERS, ON_CPU, OTHERS, bind
 
-    def told(name: str, **fields: object) -> None:
+    def told(
+        name: str, *, on_cpu: bool = False, by_transformers: bool = False, **fields: object
+    ) -> list[str]:
         config = SimpleNamespace(architectures=[name], **fields)
         model = SimpleNamespace(
-            hf_config=config, hf_text_config=config, using_transformers_backend=lambda: False
+            hf_config=config,
+            hf_text_config=config,
+            using_transformers_backend=lambda: by_transformers,
         )
-        compilation = SimpleNamespace(custom_ops=["all"])
+        compilation = SimpleNamespace(custom_ops=["all", "+rotary_embedding"])
         whole = SimpleNamespace(model_config=model, compilation_config=compilation)
-        bind(whole, on_cpu=False)
+        bind(whole, on_cpu=on_cpu)
+        return compilation.custom_ops
 
+    assert told("LlamaForCausalLM") == ["all", "+rotary_embedding"]
+    assert told("LlamaForCausalLM", on_cpu=True) == ["all", "-rotary_embedding"]
+    for names, way in ((BY_TRANSFORMERS, "by_transformers"), (ON_CPU, "on_cpu")):
+        for name, reason in names.items():
+            told(name)
+            with pytest.raises(SettingsError, match=f"{name} {reason}: .* another engine"):
+                told(name, **{way: True})
     assert OTHERS.keys() <= set(ModelRegistry.get_supported_archs())
     kinds = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     for name, heeded in OTHERS.items():
@@ -374,6 +386,17 @@ def test_what_vllm_does_not_heed_is_refused_and_nothing_else():
             other = 0.5 if value is None else not value
             with pytest.raises(SettingsError, match=f"{name} .* {field}={other} of config"):
                 told(name, **{field: other})
+
+
+def test_a_model_whose_first_prompt_ends_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
+    from lmpool.backends.vllm import VLLMEngine
+
+    def end(*_: Any) -> Any:
+        raise EngineBroken("vLLM's engine failed: no such kernel")
+
+    monkeypatch.setattr(VLLMEngine, "run_to_end", end)
+    with pytest.raises(SettingsError, match=r"serve 'tiny': its first prompt: .* no such kernel"):
+        vllm_engine().__enter__()
 
 
 class TestConfigurations:
