@@ -116,9 +116,10 @@ class ModelConfig:
 
     def undone_scaling(self) -> dict[str, Any]:
         """``rope_parameters`` without the scaling that is ``dynamic``, which begins beyond the
-        model's positions, where no prompt is; empty where it is of another kind."""
+        model's positions, where no prompt is; empty where it is of another kind, or has an
+        ``alpha``, which scales all of them."""
         rope, kind = self._scaling()
-        if kind != "dynamic":
+        if kind != "dynamic" or rope.get("alpha"):
             return {}
         names = ("rope_theta", "partial_rotary_factor")
         found = {name: rope.get(name, self.config.get(name)) for name in names}
@@ -181,6 +182,40 @@ class ModelConfig:
             window,
         )
         return window
+
+    def within_longrope(self, wanted: int | None, name: str) -> int | None:
+        """The longest prompt in the library that has it as `name`, which places all tokens as those
+        of long texts where a model's ``longrope`` has other places for them and there is room for
+        one: less than the model's original positions. `wanted` of any other model.
+
+        Raises `SettingsError` where more are `wanted`.
+        """
+        rope, kind = self._scaling()
+        known = "original_max_position_embeddings"
+        original = self.config.get(known, rope.get(known))
+        if kind not in ("longrope", "su") or type(original) is not int or original < 2:
+            return wanted
+        same = rope.get("short_factor") == rope.get("long_factor")
+        if same and rope.get("short_mscale") == rope.get("long_mscale"):
+            return wanted
+        if wanted is None:
+            positions = [self.config.get(name) for name in LONGEST_PROMPT_NAMES]
+            longest = longest_prompt(positions, None) if any(positions) else original
+            if longest > original:
+                logger.warning(
+                    "%s places all tokens as those of long prompts (longrope) once it takes one: "
+                    "prompts of %d tokens and more are refused",
+                    name,
+                    original,
+                )
+            return min(longest, original) - 1
+        if wanted >= original:
+            raise SettingsError(
+                f"max_prompt_tokens={wanted}: {name} would place all tokens as those of prompts of "
+                f"more than {original} (longrope), and shorter ones would have other rows: write "
+                f"{original - 1} or less, or serve it with another engine"
+            )
+        return wanted
 
     def special_tokens(self, vocab_size: int) -> SpecialTokens:
         """The special tokens, each by the first of the files that knows it."""

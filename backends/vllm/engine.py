@@ -115,7 +115,7 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
         arguments = engine_arguments(
             str(self.model_files.folder),
             dtype=dtype,
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=self.model_files.config.within_longrope(max_prompt_tokens, "vLLM"),
             trust_remote_code=trust_remote_code,
             given=engine_opts,
         )
@@ -190,7 +190,12 @@ class VLLMEngine(ContinuousEngine[LoRARequest]):
             identity=identity,
         )
         self.info = info
-        probe = self.run_to_end(Request(b"probe", np.zeros(1, np.uint32)))
+        try:
+            probe = self.run_to_end(Request(b"probe", np.zeros(1, np.uint32)))
+        except EngineBroken as error:
+            raise SettingsError(
+                f"vLLM cannot serve {model!r}: its first prompt: {error}"
+            ) from error
         self.clear_cache()
         if probe.row is None:
             raise SettingsError(f"vLLM cannot serve {model!r}: its first prompt: {probe.error}")

@@ -80,11 +80,12 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     where no rows can be captured, before anything is loaded.
     """
     from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    from lmpool.backends.vllm import scheduler
+    from lmpool.backends.vllm import faithful, scheduler
 
     global _groups_are_ours
     if not _engines:
@@ -98,6 +99,7 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     try:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         check_speculation(config)
+        faithful.bind(config, on_cpu=current_platform.is_cpu())
         scheduler.bound(config)
         executor = Executor.get_class(config)
         engine = LLMEngine(

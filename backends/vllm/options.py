@@ -12,7 +12,7 @@ from vllm import EngineArgs
 from vllm.platforms import current_platform
 
 from lmpool.backends.options import check_positive, check_types
-from lmpool.backends.vllm import internals
+from lmpool.backends.vllm import faithful, internals
 from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import SettingsError
 
@@ -130,6 +130,7 @@ def engine_arguments(
             max_logprobs=-1,
             disable_log_stats=True,
             logits_processors=capture_processors(),
+            hf_overrides=faithful.as_transformers,
             worker_extension_cls=CAPTURED_ROWS,
             **options,
         )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from lmpool.backends import Request
 from lmpool.backends.contract import Reference
 from lmpool.backends.progress import Listening
-from lmpool.errors import PromptFailed
+from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
-from tests.support.models import VOCAB, save_model
+from tests.support.models import LONGEST, ORIGINAL, VOCAB, WINDOW, configuration, save_model
 from tests.support.vllm_engine import (
     Watched,
     answer,
@@ -263,6 +266,185 @@ def test_rotary_positions_as_transformers_writes_them(tmp_path):
     expected = Reference(folder).rows(given)
     with vllm_engine(model=folder) as engine:
         assert_rows(answer(engine, given), expected)
+
+
+def _longrope(**own: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0 + i / 32 for i in range(32)],
+        "long_factor": [4.0] * 32,
+        **own,
+    }
+
+
+def _of_lengths(*lengths: int) -> list[Any]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, VOCAB, n).astype(np.uint32) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "longest"),
+    [
+        # Windows are a token wider in vLLM, and what scales beyond all positions lets in prompts.
+        (
+            "cohere2",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}},
+            LONGEST - 1,
+        ),
+        # A window that transformers passes over, and a scale that is told by `factor`.
+        (
+            "llama",
+            {
+                "sliding_window": WINDOW,
+                "rope_parameters": _longrope(factor=2.0, original_max_position_embeddings=ORIGINAL),
+            },
+            ORIGINAL - 1,
+        ),
+        # A kernel of its CPUs, and a part of heads that transformers passes over.
+        (
+            "lfm2",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            LONGEST - 1,
+        ),
+    ],
+)
+def test_models_that_vllm_reads_otherwise(tmp_path, name, changes, longest):
+    folder = save_model(tmp_path, name, hidden=128, **changes)
+    given = _of_lengths(1, 2, WINDOW, WINDOW + 1, WINDOW + 9, longest)
+    longer = [np.append(given[-2], token).astype(np.uint32) for token in (5, 6)]
+    reference = Reference(folder)
+    with vllm_engine(model=folder) as engine:
+        assert engine.info.max_prompt_tokens == longest
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_rows(answer(engine, longer), reference.rows(longer))
+        assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gpt2", {"scale_attn_weights": False}, "GPT2LMHeadModel .*scale_attn_weights=False"),
+        ("olmoe", {"clip_qkv": 0.5}, r"OlmoeForCausalLM .*clip_qkv=0\.5"),
+        (
+            "cohere",
+            {"attention_bias": True, "tie_word_embeddings": False},
+            "CohereForCausalLM .*attention_bias=True, tie_word_embeddings=False",
+        ),
+        ("longrope llama", {}, f"max_prompt_tokens=60: .* write {ORIGINAL - 1} or less"),
+    ],
+)
+def test_models_that_vllm_computes_otherwise_are_refused(tmp_path, name, changes, words):
+    folder = save_model(tmp_path, name, hidden=128, **changes)
+    with pytest.raises(SettingsError, match=f"{words}.* another engine"):
+        vllm_engine(model=folder, max_prompt_tokens=60).__enter__()
+
+
+def test_what_vllm_does_not_heed_is_refused_and_nothing_else():
+    from transformers.models.auto import modeling_auto
+    from vllm import ModelRegistry
+
+    from lmpool.backends.vllm.faithful import BY_TRANSFORMERS, ON_CPU, OTHERS, bind
+
+    def told(
+        name: str, *, on_cpu: bool = False, by_transformers: bool = False, **fields: object
+    ) -> list[str]:
+        config = SimpleNamespace(architectures=[name], **fields)
+        model = SimpleNamespace(
+            hf_config=config,
+            hf_text_config=config,
+            using_transformers_backend=lambda: by_transformers,
+        )
+        compilation = SimpleNamespace(custom_ops=["all", "+rotary_embedding"])
+        whole = SimpleNamespace(model_config=model, compilation_config=compilation)
+        bind(whole, on_cpu=on_cpu)
+        return compilation.custom_ops
+
+    assert told("LlamaForCausalLM") == ["all", "+rotary_embedding"]
+    assert told("LlamaForCausalLM", on_cpu=True) == ["all", "-rotary_embedding"]
+    for names, way in ((BY_TRANSFORMERS, "by_transformers"), (ON_CPU, "on_cpu")):
+        for name, reason in names.items():
+            told(name)
+            with pytest.raises(SettingsError, match=f"{name} {reason}: .* another engine"):
+                told(name, **{way: True})
+    assert OTHERS.keys() <= set(ModelRegistry.get_supported_archs())
+    kinds = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    for name, heeded in OTHERS.items():
+        if isinstance(heeded, str):
+            with pytest.raises(SettingsError, match=f"{name} {heeded}: .* another engine"):
+                told(name)
+            continue
+        config = transformers.AutoConfig.for_model(kinds[name])
+        told(name, **{field: getattr(config, field) for field in heeded})
+        for field, value in heeded.items():
+            other = 0.5 if value is None else not value
+            with pytest.raises(SettingsError, match=f"{name} .* {field}={other} of config"):
+                told(name, **{field: other})
+
+
+def test_a_model_whose_first_prompt_ends_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
+    from lmpool.backends.vllm import VLLMEngine
+
+    def end(*_: Any) -> Any:
+        raise EngineBroken("vLLM's engine failed: no such kernel")
+
+    monkeypatch.setattr(VLLMEngine, "run_to_end", end)
+    with pytest.raises(SettingsError, match=r"serve 'tiny': its first prompt: .* no such kernel"):
+        vllm_engine().__enter__()
+
+
+class TestConfigurations:
+    """What vLLM is told of a configuration."""
+
+    @pytest.fixture
+    def told(self) -> Any:
+        from lmpool.backends.vllm.faithful import as_transformers
+
+        def told(name: str, **changes: Any) -> Any:
+            return as_transformers(configuration(name, **changes))
+
+        return told
+
+    def test_have_the_windows_that_transformers_heeds(self, told):
+        assert told("llama", sliding_window=WINDOW).sliding_window is None
+        assert told("windowed mistral").sliding_window == WINDOW
+        assert told("windowed qwen2").sliding_window == WINDOW
+        assert told("gemma2").sliding_window == WINDOW
+        assert told("cohere2").sliding_window == WINDOW - 1
+
+    def test_have_the_part_of_heads_that_transformers_rotates(self, told):
+        rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+        for name, part in (("llama", 1.0), ("qwen3", 1.0), ("phi", 0.5), ("phi3", 0.5)):
+            found = told(name, hidden=128, rope_parameters=dict(rope)).rope_parameters
+            assert found["partial_rotary_factor"] == part, name
+
+    def test_place_tokens_as_transformers_does(self, told):
+        dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
+        plain = {"rope_type": "default", "rope_theta": 500.0}
+        assert told("llama", rope_parameters=dict(dynamic)).rope_parameters == plain
+        alpha = {**dynamic, "alpha": 1000.0}
+        assert told("llama", rope_parameters=dict(alpha)).rope_parameters == alpha
+        kinds = {"full_attention": dynamic, "sliding_attention": plain}
+        found = told("gemma3", rope_parameters=kinds).rope_parameters
+        assert found == {"full_attention": plain, "sliding_attention": plain}
+
+    def test_name_the_scale_of_longrope(self, told):
+        def scale(**own: Any) -> Any:
+            rope = _longrope(original_max_position_embeddings=ORIGINAL, **own)
+            found = told("llama", hidden=128, rope_parameters=rope).rope_parameters
+            assert found.get("short_mscale") == found.get("long_mscale")
+            return found.get("short_mscale")
+
+        assert scale(attention_factor=1.3, factor=2.0) == 1.3
+        assert scale(factor=2.0) == pytest.approx((1 + math.log(2, ORIGINAL)) ** 0.5)
+        assert scale(factor=1.0) == 1.0
+        assert scale() is None  # vLLM has it of the model's positions, as transformers
 
 
 def test_rows_with_preemptions(reference):

@@ -133,6 +133,10 @@ def _half(hidden: int) -> int:
     return hidden // 2
 
 
+def _same(hidden: int) -> int:
+    return hidden
+
+
 _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "llama": _named("Llama"),
     "qwen2": _named("Qwen2"),
@@ -168,6 +172,25 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     ),
     # Five layers of six see a window, with rotary positions of their own.
     "gemma3": _named("Gemma3Text", num_hidden_layers=7, head_dim=_half, sliding_window=WINDOW),
+    # Every second layer sees a window, and the others place no tokens.
+    "cohere2": _named(
+        "Cohere2",
+        head_dim=_half,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    # Queries come to rotary positions by head.
+    "lfm2": _named(
+        "Lfm2",
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        block_dim=_same,
+        conv_dim=_same,
+        block_multiple_of=1,
+        block_ffn_dim_multiplier=1.0,
+    ),
+    "cohere": _named("Cohere"),
+    "olmoe": _named("Olmoe", num_experts=2, num_experts_per_tok=1),
     "phi3": _named("Phi3", sliding_window=WINDOW, pad_token_id=0),
     "starcoder2": _named("Starcoder2", sliding_window=WINDOW),
     # Three layers of four see the chunk that they are in.

@@ -209,6 +209,9 @@ _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
             {"rope_theta": 7.0},
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, {}),
+        # Hunyuan's: it scales all positions.
+        ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, None),
+        ({"rope_parameters": {**_DYNAMIC, "alpha": 1000.0}}, None),
     ],
 )
 def test_a_scaling_that_begins_beyond_all_prompts_is_undone(
@@ -216,6 +219,41 @@ def test_a_scaling_that_begins_beyond_all_prompts_is_undone(
 ) -> None:
     expected = {} if told is None else {"rope_parameters": {"rope_type": "default", **told}}
     assert written(tmp_path, config).undone_scaling() == expected
+
+
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0],
+    "long_factor": [2.0],
+}
+_ORIGINAL = {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"rope_parameters": {**_LONGROPE, **_ORIGINAL}}, 63),
+        ({"rope_parameters": _LONGROPE, **_ORIGINAL}, 63),
+        ({"rope_scaling": {**_LONGROPE, "rope_type": "su"}, **_ORIGINAL}, 63),
+        ({"rope_parameters": {**_LONGROPE, **_ORIGINAL}, "max_position_embeddings": 48}, 47),
+        ({"rope_parameters": {**_LONGROPE, **_ORIGINAL, "long_factor": [1.0]}}, None),
+        ({"rope_parameters": _LONGROPE}, None),
+        ({"rope_parameters": {**_DYNAMIC, **_ORIGINAL}}, None),
+        (_HEADS, None),
+    ],
+)
+def test_of_two_kinds_of_longrope_the_short_one_bounds_prompts(
+    tmp_path: Path, config: dict[str, Any], longest: int | None
+) -> None:
+    found = written(tmp_path, {"max_position_embeddings": 160, **config})
+    assert found.within_longrope(None, "a library") == longest
+    assert found.within_longrope(40, "a library") == 40
+    if longest == 63:
+        with pytest.raises(SettingsError, match=r"max_prompt_tokens=64: a library .* 63 or less"):
+            found.within_longrope(64, "a library")
+    elif longest is None:
+        assert found.within_longrope(150, "a library") == 150
 
 
 def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
