@@ -57,6 +57,8 @@ def told(config: ModelConfig) -> dict[str, Any]:
 
 def _required(config: ModelConfig) -> dict[str, Any]:
     said = config.config
+    if "text_config" in said:  # mlx-lm's classes of those have no such names themselves
+        return {}
     try:
         _, arguments = mlx_utils._get_classes({**said})
         known = transformers.CONFIG_MAPPING[said.get("model_type")].from_dict({**said})
