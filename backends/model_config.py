@@ -67,13 +67,44 @@ class ModelConfig:
             return {}
         return {"partial_rotary_factor": part}
 
-    def rope_of_before(self) -> dict[str, Any]:
-        """``rope_theta``, ``rope_scaling`` and what else config.json had of rotary positions before
-        transformers 5, where it has ``rope_parameters`` instead: to be laid over it.
+    @property
+    def activation_of_before(self) -> dict[str, Any]:
+        """``hidden_act`` where config.json has ``hidden_activation`` alone, as transformers 5 has
+        it for some Gemmas."""
+        found = self.config.get("hidden_activation")
+        return {} if found is None or "hidden_act" in self.config else {"hidden_act": found}
+
+    def within_text(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """These `changes` of the text's configuration, as changes of config.json."""
+        return changes if self._text is None or not changes else {"text_config": changes}
+
+    def of_before(self) -> dict[str, Any]:
+        """``rope_theta``, ``rope_scaling``, ``sliding_window_pattern`` and what else config.json
+        had before transformers 5 wrote ``rope_parameters`` and ``layer_types`` instead: to be laid
+        over it.
 
         Who reads the old names only would take a default for them, or what transformers leaves
         beside, and does not heed.
         """
+        before = {**self._rope_of_before(), **self._pattern_of_before()}
+        absent = object()
+        others = {k: v for k, v in before.items() if self.config.get(k, absent) != v}
+        return self.within_text({**(self._text or {}), **others} if others else {})
+
+    def _pattern_of_before(self) -> dict[str, Any]:
+        """How many layers there are to each that sees all, where it is the last of them, and
+        config.json does not say so beside."""
+        kinds = self.config.get("layer_types")
+        if not isinstance(kinds, list) or "sliding_window_pattern" in self.config:
+            return {}
+        if {*map(str, kinds)} != {"full_attention", "sliding_attention"}:
+            return {}
+        each = kinds.index("full_attention") + 1
+        whole = [number % each == 0 for number in range(1, len(kinds) + 1)]
+        fits = whole == [kind == "full_attention" for kind in kinds]
+        return {"sliding_window_pattern": each} if fits else {}
+
+    def _rope_of_before(self) -> dict[str, Any]:
         everywhere, window = self._rope()
         if not everywhere:
             return {}
@@ -88,11 +119,7 @@ class ModelConfig:
             rope |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), part)
         if "rope_theta" in window:
             rope["rope_local_base_freq"] = window["rope_theta"]
-        absent = object()
-        others = {k: v for k, v in rope.items() if self.config.get(k, absent) != v}
-        if self._text is None or not others:
-            return others
-        return {"text_config": {**self._text, **others}}
+        return rope
 
     def rotary_dims(self) -> int | None:
         """How many numbers of a head are rotated, where config.json says that it is a part of them,

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from lmpool.backends.engine import Tokens
+from lmpool.backends.mlx.arguments import read_meanwhile, told, unheeded
 from lmpool.backends.mlx.prefixes import Slots
 from lmpool.backends.model_config import ModelConfig
 from lmpool.backends.options import DTYPES, check_dtype
@@ -25,6 +26,10 @@ mx: Any = importlib.import_module("mlx.core")
 nn: Any = importlib.import_module("mlx.nn")
 mlx_cache: Any = importlib.import_module("mlx_lm.models.cache")
 mlx_lm: Any = importlib.import_module("mlx_lm.utils")
+tree_flatten: Any = importlib.import_module("mlx.utils").tree_flatten
+
+_ROUTER_BIASES: Final = ("e_score_correction_bias", "expert_bias", "router_bias")
+"""How the names end of what is added to a router's scores: in transformers, and in mlx-lm also."""
 
 
 def on_gpu() -> bool:
@@ -41,21 +46,64 @@ def load_model(folder: Path, config: ModelConfig, *, dtype: str, trust_remote_co
     if dtype == "auto":
         dtype = (config.dtype or "") if on_gpu() else "float32"
     try:
-        model, _ = mlx_lm.load_model(
-            folder,
-            lazy=True,
-            model_config=config.rope_of_before(),
-            trust_remote_code=trust_remote_code,
-        )
+        with read_meanwhile() as read:
+            model, _ = mlx_lm.load_model(
+                folder,
+                lazy=True,
+                model_config=told(config),
+                trust_remote_code=trust_remote_code,
+            )
+            reason = _cannot_compute(model)
+        _check_read(model, config, read)
+        if reason:
+            raise ValueError(reason)
         if dtype in DTYPES:
             model.set_dtype(getattr(mx, dtype))
         mx.eval(model.parameters())
+    except SettingsError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error
     _check_rotary(model, config)
+    _check_routers(model, folder)
     model.eval()
     return model
+
+
+def _cannot_compute(model: Any) -> str:
+    """Why the model cannot compute a token; nothing is computed here."""
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=mlx_cache.make_prompt_cache(model))
+    except Exception as error:
+        return f"it computes no token ({type(error).__name__}: {error})"
+    return ""
+
+
+def _check_read(model: Any, config: ModelConfig, read: set[str]) -> None:
+    """Refuse a model that is computed by more of config.json than mlx-lm has `read`."""
+    module = type(model).__module__
+    found = unheeded(module.rpartition(".")[2], config, read)
+    if found is not None:
+        name, value = found
+        raise SettingsError(
+            f"{module} does not heed {name}={value!r} of config.json: rows would be others; serve "
+            "it with another engine"
+        )
+
+
+def _check_routers(model: Any, folder: Path) -> None:
+    """Refuse a model of whose routers mlx-lm leaves out what they choose experts by."""
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    if any(name.endswith(_ROUTER_BIASES) for name in names):
+        return
+    for file in sorted(folder.glob("model*.safetensors")):
+        for name, weights in mx.load(str(file)).items():  # nothing but names is read
+            if name.endswith(_ROUTER_BIASES[0]) and bool(mx.any(weights != 0)):
+                raise SettingsError(
+                    f"{type(model).__module__} leaves out {name!r}, by which the model chooses "
+                    "experts: rows would be others; serve it with another engine"
+                )
 
 
 def _check_rotary(model: Any, config: ModelConfig) -> None:

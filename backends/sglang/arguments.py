@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from lmpool.backends.model_config import ModelConfig
 from lmpool.errors import SettingsError
 
 VERSIONS: Final = ("0.5.23",)
@@ -34,6 +35,9 @@ OWN: Final = frozenset(
         "disable_radix_cache",
     }
 )
+
+_BEFORE: Final = frozenset({"cohere2"})
+"""Families whose window SGLang takes for the number of tokens that are seen before one."""
 
 _COUNTS: Final = ("max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
 
@@ -93,13 +97,25 @@ def engine_arguments(
     return arguments
 
 
+def windows_of_sglang(config: ModelConfig) -> dict[str, Any]:
+    """The window of config.json as SGLang takes it for this model: in most families it is less by
+    one there, which counts the tokens before another."""
+    window = config.window
+    if window is None or config.config.get("model_type") not in _BEFORE:
+        return {}
+    return {"sliding_window": window - 1}
+
+
 def joined(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """An engine's arguments with those that are `given`, whose overrides of config.json come on top
     of its own."""
     found = {**arguments, **given}
     name = "json_model_override_args"
     try:
-        overrides = {**json.loads(arguments[name]), **json.loads(given.get(name, "{}"))}
+        own, theirs = json.loads(arguments[name]), json.loads(given.get(name, "{}"))
+        overrides = {**own, **theirs}
+        if isinstance(own.get("text_config"), dict) and isinstance(theirs.get("text_config"), dict):
+            overrides["text_config"] = {**own["text_config"], **theirs["text_config"]}
     except (TypeError, ValueError):
         return found  # SGLang says what is wrong with it
     return {**found, name: json.dumps(overrides)}

@@ -21,6 +21,7 @@ from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.progress import stage
 from lmpool.backends.sglang.adapters import AdapterReader
+from lmpool.backends.sglang.arguments import windows_of_sglang
 from lmpool.backends.sglang.drawing import draw_by_rows, draw_there
 from lmpool.backends.sglang.hidden import ModelHead
 from lmpool.backends.sglang.scheduler import Drawn, SGLangScheduler, Step
@@ -105,7 +106,14 @@ class SGLangEngine(ContinuousEngine[str]):
             lora_targets=lora_targets,
             server_args=arguments,
             # It would scale at any length what is scaled beyond the model's.
-            overrides={**files.config.rotary_part, **files.config.undone_scaling()},
+            overrides=files.config.within_text(
+                {
+                    **files.config.rotary_part,
+                    **files.config.undone_scaling(),
+                    **files.config.activation_of_before,
+                    **windows_of_sglang(files.config),
+                }
+            ),
         )
         stage("trial")
         self._scheduler: SGLangScheduler | None = scheduler
@@ -136,7 +144,7 @@ class SGLangEngine(ContinuousEngine[str]):
                 f"{name} does not scale rotary positions, as the model does ({scaling}): rows "
                 "would be others; serve it with another engine"
             )
-        if scheduler.heeds_windows:
+        if scheduler.windows == {files.config.window}:
             return longest
         return files.config.within_window(longest, wanted, name)
 

@@ -219,10 +219,12 @@ class SGLangScheduler:
         return type(self._runner.model).__name__
 
     @property
-    def heeds_windows(self) -> bool:
-        """Whether there are layers that do not see all."""
-        sizes = (getattr(m, "sliding_window_size", None) for m in self._runner.model.modules())
-        return any(size is not None and size > -1 for size in sizes)
+    def windows(self) -> set[int]:
+        """How many tokens those layers see, itself included, that do not see all."""
+        attention: Any = importlib.import_module("sglang.srt.layers.radix_attention")
+        kind = attention.RadixAttention
+        layers = [m for m in self._runner.model.modules() if isinstance(m, kind)]
+        return {m.sliding_window_size + 1 for m in layers if m.sliding_window_size > -1}
 
     @property
     def scales_rotary(self) -> bool:

@@ -166,6 +166,63 @@ def test_no_prompt_is_longer_than_a_window_that_is_not_heeded(
     assert MLXEngine(folder, max_prompt_tokens=WINDOW).info.max_prompt_tokens == WINDOW
 
 
+_FULL, _SLIDING = ["full_attention"], ["sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
+        ("llama", {"hidden_act": "swish"}, None),
+        ("nemotron", {"hidden_act": "silu"}, "hidden_act='silu'"),  # has a name for it alone
+        ("gemma3", {"layer_types": [*_FULL, *_SLIDING] * 3 + _FULL}, "layer_types="),
+        ("gemma3", {"layer_types": [*_SLIDING, *_FULL] * 3 + _SLIDING}, None),
+        ("gemma3", {"final_logit_softcapping": 2.0}, "final_logit_softcapping=2.0"),
+        ("deepseek_v32", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("deepseek_v32", {"index_topk": LONGEST}, None),
+    ],
+)
+def test_what_mlx_does_not_read_of_config_json_is_refused(
+    kind: str, changes: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, kind, hidden=64, **changes)
+    if said is not None:
+        with pytest.raises(SettingsError, match=rf"{kind}\w* does not heed {said}.*another engine"):
+            MLXEngine(folder)
+        return
+    prompts = some_prompts(0, count=10)
+    error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-3
+
+
+def test_a_model_that_transformers_5_saved_without_what_mlx_asks_for(tmp_path: Path) -> None:
+    """Qwen3's number of experts has another name there, and the width of its heads none."""
+    folder = save_model(tmp_path, "qwen3_moe", hidden=64)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert not {"num_experts", "head_dim"} & written.keys()
+    prompts = some_prompts(0, count=10)
+    error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_what_a_router_chooses_by_is_not_left_out(bias: float, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "ernie4_5_moe", hidden=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+            if "e_score_correction_bias" in name:
+                tensor.copy_(torch.tensor([bias, 0, 0, 0]))
+    model.save_pretrained(folder)
+    if bias:
+        with pytest.raises(SettingsError, match=r"ernie4_5_moe leaves out '.*correction_bias'"):
+            MLXEngine(folder)
+        return
+    prompts = some_prompts(0, count=10)
+    error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-3
+
+
 def count_positions(engine: MLXEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The new positions of each forward pass from now on, without padding."""
     counted: list[int] = []

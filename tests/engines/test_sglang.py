@@ -107,6 +107,22 @@ def test_no_prompt_is_longer_than_a_window_that_is_not_heeded(
         engine.close()
 
 
+@pytest.mark.parametrize("kind", ["cohere2", "gemma2"])
+def test_windows_and_activations_as_the_model_has_them(
+    kind: str, tmp_path: Path, no_engine: None
+) -> None:
+    """SGLang has Cohere 2's layers see a token more than their window, and does not know what
+    transformers 5 calls Gemma 2's activation."""
+    folder = save_model(tmp_path, kind, hidden=128)
+    random = np.random.default_rng(0)
+    lengths = (1, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, 60)
+    prompts = [random.integers(0, VOCAB, length).tolist() for length in lengths]
+    with closing(SGLangEngine(folder)) as engine:
+        assert engine.info.max_prompt_tokens > WINDOW
+        error = np.abs(rows_of(engine, prompts) - Reference(folder).rows(prompts)).max()
+    assert error < 1e-3
+
+
 def overflow(engine: SGLangEngine) -> None:
     engine._open()._runner.model.model.embed_tokens.register_forward_hook(
         lambda _, inputs, states: states.masked_fill((inputs[0] == NAN)[:, None], float("nan"))

@@ -44,6 +44,9 @@ _LATENT: Final = {
 }
 
 
+_TWO_KINDS: Final = ["sliding_attention", "full_attention"]
+
+
 def _llama_like(hidden: int, **changes: Any) -> dict[str, Any]:
     sizes = {
         "vocab_size": VOCAB,
@@ -146,6 +149,14 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "glm": _named("Glm", head_dim=_half, pad_token_id=0),
     "helium": _named("Helium", head_dim=_half, pad_token_id=0),
     "mixtral": _named("Mixtral", num_local_experts=2, sliding_window=None),
+    "nemotron": _named("Nemotron"),
+    "qwen3_moe": _named("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "ernie4_5_moe": _named(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, pad_token_id=0
+    ),
+    "cohere2": _named(
+        "Cohere2", sliding_window=WINDOW, layer_types=_TWO_KINDS, logit_scale=1.0, pad_token_id=0
+    ),
     "gpt2": _gpt2,
     "gpt_neox": _named("GPTNeoX", num_key_value_heads=2),
     "phi": _named("Phi", num_key_value_heads=2),

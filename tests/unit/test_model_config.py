@@ -12,6 +12,7 @@ from lmpool.backends import tiny
 from lmpool.backends.model_config import ModelConfig, longest_prompt, special_tokens
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.model_identity import model_identity
+from lmpool.backends.sglang.arguments import joined, windows_of_sglang
 from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import SettingsError
 
@@ -97,14 +98,14 @@ def test_rotary_positions_by_the_names_of_before(
     tmp_path: Path, rope: object, before: dict[str, Any]
 ) -> None:
     config = {"hidden_size": 8, "rope_parameters": rope}
-    assert written(tmp_path, config).rope_of_before() == before
+    assert written(tmp_path, config).of_before() == before
     # What stands beside them counts for less, as transformers has it, but for this.
-    assert written(tmp_path, {**config, **dict.fromkeys(before, "x")}).rope_of_before() == (
+    assert written(tmp_path, {**config, **dict.fromkeys(before, "x")}).of_before() == (
         {} if "rope_scaling" in before else before
     )
-    found = written(tmp_path, {**config, **before, "rope_scaling": None}).rope_of_before()
+    found = written(tmp_path, {**config, **before, "rope_scaling": None}).of_before()
     assert set(found) <= {"rope_scaling"}
-    found = written(tmp_path, {"text_config": config}).rope_of_before()
+    found = written(tmp_path, {"text_config": config}).of_before()
     assert found == ({"text_config": {**config, **before}} if before else {})
 
 
@@ -330,3 +331,72 @@ def test_a_cache_takes_a_share_of_what_is_free() -> None:
     assert default_cache_bytes(10 << 30) == 5 << 30
     assert default_cache_bytes(80 << 30) == 32 << 30
     assert default_cache_bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "each"),
+    [
+        ("ssfssf", 3),
+        ("ssfs", 3),
+        ("sf", 2),
+        ("fs", None),
+        ("ssff", None),
+        ("ffff", None),
+        ("ssss", None),
+        ("ccf", None),
+    ],
+)
+def test_the_kinds_of_layers_by_the_name_of_before(
+    tmp_path: Path, kinds: str, each: int | None
+) -> None:
+    names = {"s": "sliding_attention", "f": "full_attention", "c": "chunked_attention"}
+    config = {"layer_types": [names[kind] for kind in kinds]}
+    before = {} if each is None else {"sliding_window_pattern": each}
+    assert written(tmp_path, config).of_before() == before
+    said = {**config, "sliding_window_pattern": 6}
+    assert written(tmp_path, said).of_before() == {}
+    found = written(tmp_path, {"text_config": config}).of_before()
+    assert found == ({"text_config": {**config, **before}} if before else {})
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"hidden_activation": "gelu"}, {"hidden_act": "gelu"}),
+        ({"hidden_activation": "gelu", "hidden_act": "silu"}, {}),
+        ({"hidden_activation": None}, {}),
+        ({"hidden_act": "silu"}, {}),
+    ],
+)
+def test_the_activation_by_the_name_of_before(
+    tmp_path: Path, config: dict[str, Any], told: dict[str, Any]
+) -> None:
+    assert written(tmp_path, config).activation_of_before == told
+
+
+def test_changes_of_the_text_are_made_where_it_is_described(tmp_path: Path) -> None:
+    change = {"partial_rotary_factor": 0.5}
+    assert written(tmp_path, {"hidden_size": 8}).within_text(change) == change
+    outer = written(tmp_path, {"text_config": {"hidden_size": 8}})
+    assert outer.within_text(change) == {"text_config": change}
+    assert outer.within_text({}) == {}
+
+
+def test_what_sglang_is_told_of_the_text_is_joined_with_what_is_given() -> None:
+    name = "json_model_override_args"
+    own = {name: json.dumps({"text_config": {"a": 1, "b": 2}, "c": 3})}
+    given = {name: json.dumps({"text_config": {"b": 4}, "c": {"d": 5}})}
+    found = json.loads(joined(own, given)[name])
+    assert found == {"text_config": {"a": 1, "b": 4}, "c": {"d": 5}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "told"), [("cohere2", {"sliding_window": 39}), ("gemma2", {})]
+)
+def test_a_window_that_sglang_counts_otherwise(
+    tmp_path: Path, model_type: str, told: dict[str, Any]
+) -> None:
+    config = {"model_type": model_type, "sliding_window": 40}
+    assert windows_of_sglang(written(tmp_path, config)) == told
+    seen = {**config, "layer_types": ["full_attention"]}
+    assert windows_of_sglang(written(tmp_path, seen)) == {}
