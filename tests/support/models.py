@@ -154,6 +154,7 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "ernie4_5_moe": _named(
         "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32, pad_token_id=0
     ),
+    # Every second layer sees a window, and the others place no tokens.
     "cohere2": _named(
         "Cohere2", sliding_window=WINDOW, layer_types=_TWO_KINDS, logit_scale=1.0, pad_token_id=0
     ),
@@ -183,13 +184,6 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     ),
     # Five layers of six see a window, with rotary positions of their own.
     "gemma3": _named("Gemma3Text", num_hidden_layers=7, head_dim=_half, sliding_window=WINDOW),
-    # Every second layer sees a window, and the others place no tokens.
-    "cohere2": _named(
-        "Cohere2",
-        head_dim=_half,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
     # Queries come to rotary positions by head.
     "lfm2": _named(
         "Lfm2",
