@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
+from tests.support import cluster as cluster_module
 from tests.support.certificates import certificates, where_tls_is_spoken
-from tests.support.cluster import SLOTS, Cluster, slot_of
+from tests.support.cluster import SLOTS, Cluster, ClusterNode, slot_of
 from tests.support.processes import wait_until_gone
 from tests.support.redis_client import open_redis
 from tests.support.waiting import until
@@ -191,6 +194,22 @@ def test_nodes_speak_ipv6(server_binary: str) -> None:
         }
         assert hosts == {b"::1"}
         assert f"[::1]:{cluster.nodes[0].cluster_port}" in cluster.url
+
+
+@pytest.mark.one_server
+def test_nodes_that_did_not_meet_in_time_meet_again(
+    server_binary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a slow machine makes no cluster."""
+    meet, tries = cluster_module._meet, itertools.count()
+
+    def too_late_at_first(node: ClusterNode) -> tuple[Any, ...]:
+        return meet(node) if next(tries) else ("PING",)
+
+    monkeypatch.setattr(cluster_module, "_meet", too_late_at_first)
+    with Cluster(2, binary=server_binary) as cluster:
+        assert next(tries) > 1
+        cluster.wait_until_ok()
 
 
 @pytest.mark.one_server

@@ -28,6 +28,9 @@ SLOTS: Final = 16_384
 TOGETHER: Final = 128
 """Slots whose few commands travel together."""
 
+MEET_EVERY: Final = 2.0
+"""Seconds between two tries of nodes that do not know each other."""
+
 OWN_USERS: Final = (
     "user replica on >r +psync +replconf +ping +cluster\nuser test on >t ~* &* +@all\n"
 )
@@ -391,20 +394,30 @@ class Cluster:
 
     def _wait_until_known(self, timeout: float = 60.0) -> None:
         """Until every running node knows all of them, each by its own name."""
-        everyone = {node.id for node in self.nodes}
+        named = {node.id: node for node in self.nodes}
+        met = time.monotonic()
         with _Asking() as asking:
 
             def state() -> str | None:
+                nonlocal met
+                # A node gives up on whom it does not meet within its timeout, and for good.
+                again = time.monotonic() - met > MEET_EVERY
+                if again:
+                    met = time.monotonic()
+                lacking = None
                 for node in self.running:
                     try:
                         nodes = asking.of(node).execute_command("CLUSTER", "NODES")
+                        members = _members(nodes)
+                        known = {m.id for m in members if "handshake" not in m.flags}
+                        missing = named.keys() - known
+                        for name in missing if again else ():
+                            asking.of(node).execute_command(*_meet(named[name]))
                     except _LOST as error:
                         return f"{node}: {error}"
-                    members = _members(nodes)
-                    known = {m.id for m in members if "handshake" not in m.flags}
-                    if missing := everyone - known:
-                        return f"{node} does not know {missing}"
-                return None
+                    if missing:
+                        lacking = f"{node} does not know {missing}"
+                return lacking
 
             _until_none(state, timeout, "the nodes to know each other")
 
