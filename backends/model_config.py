@@ -54,8 +54,10 @@ class ModelConfig:
         found = self.config.get("rope_parameters")
         if not isinstance(found, dict) or self.config.get("rope_scaling"):
             return {}, {}
+        theta = self.config.get("rope_theta")
+        beside = {} if theta is None else {"rope_theta": theta}
         kinds = found.get("full_attention", found), found.get("sliding_attention")
-        everywhere, window = (kind if isinstance(kind, dict) else {} for kind in kinds)
+        everywhere, window = (beside | kind if isinstance(kind, dict) else {} for kind in kinds)
         return (everywhere, window) if "rope_theta" in everywhere else ({}, {})
 
     @property

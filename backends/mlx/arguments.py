@@ -6,9 +6,10 @@ built in, which is mostly what transformers has where config.json says nothing.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -61,15 +62,22 @@ def _required(config: ModelConfig) -> dict[str, Any]:
         return {}
     try:
         _, arguments = mlx_utils._get_classes({**said})
-        known = transformers.CONFIG_MAPPING[said.get("model_type")].from_dict({**said})
-    except Exception:  # it is for mlx-lm to say, or nobody knows another name
+        known = _known(said)
+    except (Exception, SystemExit):  # it is for mlx-lm to say, or nobody knows another name
         return {}
     parameters = inspect.signature(arguments).parameters.values()
     absent = {p.name for p in parameters if p.default is p.empty} - said.keys()
     found = {name: getattr(known, name, None) for name in absent}
     if "head_dim" in absent and found["head_dim"] is None:
         found["head_dim"] = known.hidden_size // known.num_attention_heads
-    return {name: value for name, value in found.items() if value is not None}
+    # A configuration in it is of a text that config.json describes without one, as mlx-lm takes it.
+    parts = transformers.PretrainedConfig
+    return {k: v for k, v in found.items() if v is not None and not isinstance(v, parts)}
+
+
+def _known(said: Mapping[str, Any]) -> Any:
+    """transformers' configuration of this, which it is made of and would write into."""
+    return transformers.CONFIG_MAPPING[said.get("model_type")].from_dict(copy.deepcopy({**said}))
 
 
 @contextmanager
@@ -107,12 +115,11 @@ def unheeded(family: str, config: ModelConfig, read: set[str]) -> tuple[str, obj
     laid = config.of_before()
     before = {k: v for k, v in laid.get("text_config", laid).items() if k in _PATTERN & read}
     try:
-        kind = transformers.CONFIG_MAPPING[said.get("model_type")]
-        full = kind.from_dict(said)
-        plain = kind.from_dict({k: v for k, v in said.items() if k not in left} | before)
+        full = _known(said)
+        plain = _known({k: v for k, v in said.items() if k not in left} | before)
     except Exception:  # each family has errors of its own for what it cannot be made of
         return None
-    for name in sorted(left & {*kind.__dataclass_fields__}):
+    for name in sorted(left & {*full.__dataclass_fields__}):
         value, built_in = getattr(full, name), getattr(plain, name)
         if _meant(value) != _meant(built_in):
             return name, value
