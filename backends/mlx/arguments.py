@@ -50,6 +50,10 @@ _LONE_EXPERTS: Final = frozenset(
 """Families of mlx-lm that do not scale what the router gives an expert to 1 where it is alone."""
 
 
+_IN_WEIGHTS: Final = {"falcon_h1": frozenset({"embedding_multiplier"})}
+"""What a family's weights are multiplied by as mlx-lm converts them, and is not read thereafter."""
+
+
 def told(config: ModelConfig) -> dict[str, Any]:
     """What is laid over config.json: names of before transformers 5, and those that mlx-lm has no
     value for, which transformers calls otherwise or goes without."""
@@ -111,7 +115,7 @@ def unheeded(family: str, config: ModelConfig, read: set[str]) -> tuple[str, obj
         and said.get("norm_topk_prob", True)
     ):
         return "num_experts_per_tok", 1
-    left = _WEIGHING & said.keys() - read
+    left = _WEIGHING & said.keys() - read - _IN_WEIGHTS.get(family, frozenset())
     laid = config.of_before()
     before = {k: v for k, v in laid.get("text_config", laid).items() if k in _PATTERN & read}
     try:

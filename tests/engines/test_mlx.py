@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
-from lmpool.backends.mlx.arguments import told, unheeded  # noqa: E402
+from lmpool.backends.mlx.arguments import mlx_utils, told, unheeded  # noqa: E402
 from lmpool.backends.model_config import ModelConfig  # noqa: E402
 from lmpool.backends.progress import Listening  # noqa: E402
 from tests.support.engines import rows_of  # noqa: E402
@@ -237,6 +237,24 @@ def test_what_a_model_says_of_itself_stays_as_it_is(tmp_path: Path) -> None:
     told(config)
     unheeded("llama", config, set())
     assert config.config == json.loads(file.read_text())
+
+
+def test_a_conversion_that_has_multiplied_the_weights_is_served(tmp_path: Path) -> None:
+    """mlx-lm's own Falcon-H1 has no more to multiply, and so it reads no multiplier."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    state = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+    own = {"embedding_multiplier": 5.0, "tie_word_embeddings": False, "time_step_limit": (0.0, 9.0)}
+    config = transformers.FalconH1Config(
+        **sizes, **heads, **state, **own, max_position_embeddings=LONGEST
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    prompts = some_prompts(0, count=6)
+    expected = Reference(str(tmp_path)).rows(prompts)
+    model, _ = mlx_utils.load_model(tmp_path, model_config=told(ModelConfig(tmp_path)))
+    mlx_utils.save_model(tmp_path, model)
+    assert np.abs(rows_of(MLXEngine(str(tmp_path)), prompts) - expected).max() < 1e-3
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5])
