@@ -244,7 +244,7 @@ def test_a_conversion_that_has_multiplied_the_weights_is_served(tmp_path: Path) 
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     state = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
-    own = {"embedding_multiplier": 5.0, "tie_word_embeddings": False, "time_step_limit": (0.0, 9.0)}
+    own = {"embedding_multiplier": 5.0, "tie_word_embeddings": False}
     config = transformers.FalconH1Config(
         **sizes, **heads, **state, **own, max_position_embeddings=LONGEST
     )

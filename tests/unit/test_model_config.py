@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,13 @@ def test_of_two_kinds_of_longrope_the_short_one_bounds_prompts(
             found.within_longrope(64, "a library")
     elif longest is None:
         assert found.within_longrope(150, "a library") == 150
+
+
+def test_numbers_without_end_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    limits = [0.0, {"__float__": "Infinity"}]
+    found = written(tmp_path, {"time_step_limit": limits, "text_config": {"a": 1}})
+    assert found.config["time_step_limit"] == [0.0, math.inf]
+    assert found.config["a"] == 1
 
 
 def test_how_fast_positions_rotate_may_stand_beside_the_rest(tmp_path: Path) -> None:
