@@ -54,8 +54,10 @@ class ModelConfig:
         found = self.config.get("rope_parameters")
         if not isinstance(found, dict) or self.config.get("rope_scaling"):
             return {}, {}
+        theta = self.config.get("rope_theta")
+        beside = {} if theta is None else {"rope_theta": theta}
         kinds = found.get("full_attention", found), found.get("sliding_attention")
-        everywhere, window = (kind if isinstance(kind, dict) else {} for kind in kinds)
+        everywhere, window = (beside | kind if isinstance(kind, dict) else {} for kind in kinds)
         return (everywhere, window) if "rope_theta" in everywhere else ({}, {})
 
     @property
@@ -298,9 +300,15 @@ def longest_prompt(bounds: Iterable[object], wanted: int | None) -> int:
     return known[0] if wanted is None else wanted
 
 
+def _number(found: dict[str, Any]) -> object:
+    """What transformers writes of a number that JSON has none for, and else what was `found`."""
+    name = found.get("__float__") if len(found) == 1 else None
+    return float(name) if isinstance(name, str) else found
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes(), object_hook=_number)
     except FileNotFoundError:
         return {}
     except ValueError as error:

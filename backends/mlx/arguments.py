@@ -6,9 +6,10 @@ built in, which is mostly what transformers has where config.json says nothing.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -49,6 +50,10 @@ _LONE_EXPERTS: Final = frozenset(
 """Families of mlx-lm that do not scale what the router gives an expert to 1 where it is alone."""
 
 
+_IN_WEIGHTS: Final = {"falcon_h1": frozenset({"embedding_multiplier"})}
+"""What a family's weights are multiplied by as mlx-lm converts them, and is not read thereafter."""
+
+
 def told(config: ModelConfig) -> dict[str, Any]:
     """What is laid over config.json: names of before transformers 5, and those that mlx-lm has no
     value for, which transformers calls otherwise or goes without."""
@@ -61,15 +66,22 @@ def _required(config: ModelConfig) -> dict[str, Any]:
         return {}
     try:
         _, arguments = mlx_utils._get_classes({**said})
-        known = transformers.CONFIG_MAPPING[said.get("model_type")].from_dict({**said})
-    except Exception:  # it is for mlx-lm to say, or nobody knows another name
+        known = _known(said)
+    except (Exception, SystemExit):  # it is for mlx-lm to say, or nobody knows another name
         return {}
     parameters = inspect.signature(arguments).parameters.values()
     absent = {p.name for p in parameters if p.default is p.empty} - said.keys()
     found = {name: getattr(known, name, None) for name in absent}
     if "head_dim" in absent and found["head_dim"] is None:
         found["head_dim"] = known.hidden_size // known.num_attention_heads
-    return {name: value for name, value in found.items() if value is not None}
+    # A configuration in it is of a text that config.json describes without one, as mlx-lm takes it.
+    parts = transformers.PretrainedConfig
+    return {k: v for k, v in found.items() if v is not None and not isinstance(v, parts)}
+
+
+def _known(said: Mapping[str, Any]) -> Any:
+    """transformers' configuration of this, which it is made of and would write into."""
+    return transformers.CONFIG_MAPPING[said.get("model_type")].from_dict(copy.deepcopy({**said}))
 
 
 @contextmanager
@@ -103,16 +115,15 @@ def unheeded(family: str, config: ModelConfig, read: set[str]) -> tuple[str, obj
         and said.get("norm_topk_prob", True)
     ):
         return "num_experts_per_tok", 1
-    left = _WEIGHING & said.keys() - read
+    left = _WEIGHING & said.keys() - read - _IN_WEIGHTS.get(family, frozenset())
     laid = config.of_before()
     before = {k: v for k, v in laid.get("text_config", laid).items() if k in _PATTERN & read}
     try:
-        kind = transformers.CONFIG_MAPPING[said.get("model_type")]
-        full = kind.from_dict(said)
-        plain = kind.from_dict({k: v for k, v in said.items() if k not in left} | before)
+        full = _known(said)
+        plain = _known({k: v for k, v in said.items() if k not in left} | before)
     except Exception:  # each family has errors of its own for what it cannot be made of
         return None
-    for name in sorted(left & {*kind.__dataclass_fields__}):
+    for name in sorted(left & {*full.__dataclass_fields__}):
         value, built_in = getattr(full, name), getattr(plain, name)
         if _meant(value) != _meant(built_in):
             return name, value

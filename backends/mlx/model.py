@@ -62,8 +62,10 @@ def load_model(folder: Path, config: ModelConfig, *, dtype: str, trust_remote_co
         mx.eval(model.parameters())
     except SettingsError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):  # OLMo's module does so without a package that it needs
+            reason = "mlx-lm would end the process for it, and printed why"
         raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error
     _check_rotary(model, config)
     _check_routers(model, folder)

@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
+from lmpool.backends.mlx.arguments import mlx_utils, told, unheeded  # noqa: E402
+from lmpool.backends.model_config import ModelConfig  # noqa: E402
 from lmpool.backends.progress import Listening  # noqa: E402
 from tests.support.engines import rows_of  # noqa: E402
 from tests.support.hf_texts import (  # noqa: E402
@@ -34,6 +36,7 @@ from tests.support.models import (  # noqa: E402
     VOCAB,
     WINDOW,
     WINDOWED,
+    configuration,
     save_model,
     without_prefix,
 )
@@ -203,6 +206,55 @@ def test_a_model_that_transformers_5_saved_without_what_mlx_asks_for(tmp_path: P
     prompts = some_prompts(0, count=10)
     error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
     assert error < 1e-3
+
+
+def test_a_text_that_config_json_describes_beside_its_pictures(tmp_path: Path) -> None:
+    """As Qwen2.5-VL's does on the hub, of which transformers makes a configuration in another."""
+    folder = save_model(tmp_path, "qwen2", hidden=64)
+    prompts = some_prompts(0, count=10)
+    expected = Reference(folder).rows(prompts)
+    file = tmp_path / "config.json"
+    changes = {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 32}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    assert np.abs(rows_of(MLXEngine(folder), prompts) - expected).max() < 1e-3
+
+
+def test_a_model_for_which_mlx_lm_ends_the_process_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "llama", hidden=64)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "olmo"}))
+    with pytest.raises(SettingsError, match="cannot be loaded: mlx-lm would end the process"):
+        MLXEngine(folder)
+
+
+def test_what_a_model_says_of_itself_stays_as_it_is(tmp_path: Path) -> None:
+    """transformers writes into what it makes a configuration of."""
+    rope = {"rope_type": "linear", "factor": 2.0}
+    written = {**configuration("llama").to_dict(), "rope_theta": 500.0, "rope_parameters": rope}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(written))
+    config = ModelConfig(tmp_path)
+    told(config)
+    unheeded("llama", config, set())
+    assert config.config == json.loads(file.read_text())
+
+
+def test_a_conversion_that_has_multiplied_the_weights_is_served(tmp_path: Path) -> None:
+    """mlx-lm's own Falcon-H1 has no more to multiply, and so it reads no multiplier."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    state = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+    own = {"embedding_multiplier": 5.0, "tie_word_embeddings": False}
+    config = transformers.FalconH1Config(
+        **sizes, **heads, **state, **own, max_position_embeddings=LONGEST
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    prompts = some_prompts(0, count=6)
+    expected = Reference(str(tmp_path)).rows(prompts)
+    model, _ = mlx_utils.load_model(tmp_path, model_config=told(ModelConfig(tmp_path)))
+    mlx_utils.save_model(tmp_path, model)
+    assert np.abs(rows_of(MLXEngine(str(tmp_path)), prompts) - expected).max() < 1e-3
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5])

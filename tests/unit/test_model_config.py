@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,25 @@ def test_of_two_kinds_of_longrope_the_short_one_bounds_prompts(
             found.within_longrope(64, "a library")
     elif longest is None:
         assert found.within_longrope(150, "a library") == 150
+
+
+def test_numbers_without_end_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    limits = [0.0, {"__float__": "Infinity"}]
+    found = written(tmp_path, {"time_step_limit": limits, "text_config": {"a": 1}})
+    assert found.config["time_step_limit"] == [0.0, math.inf]
+    assert found.config["a"] == 1
+
+
+def test_how_fast_positions_rotate_may_stand_beside_the_rest(tmp_path: Path) -> None:
+    """As transformers reads it, where ``rope_parameters`` have no ``rope_theta``."""
+    found = written(tmp_path, {"rope_theta": 500.0, "rope_parameters": _LINEAR})
+    assert found.rope_scaling() == "linear"
+    before = found.of_before()
+    assert before == {"rotary_emb_base": 500.0, "rope_scaling": {"type": "linear", **_LINEAR}}
+    own = {"full_attention": {**_LINEAR, "rope_theta": 70.0}, "sliding_attention": {}}
+    found = written(tmp_path, {"rope_theta": 500.0, "rope_parameters": own})
+    before = found.of_before()
+    assert (before["rope_theta"], before["rope_local_base_freq"]) == (70.0, 500.0)
 
 
 def test_a_tokenizer_is_loaded_once_and_not_before_it_is_asked_for(tmp_path: Path) -> None:
