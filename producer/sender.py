@@ -329,36 +329,39 @@ class Sender:
                 self._outages.of(session.shards[number]).withdrawn.append((number, digest))
         if self._outages.due_in() == 0.0:
             self._look_after_outages()
-        if session.table.has_unsent():
-            self._confirm()
-        while session.table.has_unsent() and self._claim():
+        # Before each claim: who is told that the pool is another one may ask again before this ends.
+        while session.table.has_unsent() and self._confirm() and self._claim():
             pass
         if session.table.flights and self._next_check <= time.monotonic():
             self._check()
         if self._alone.has_work:
             self._alone.look_after(self._servers)
 
-    def _confirm(self) -> None:
-        """See before a claim, now and then, that the model which the client knows is served."""
+    def _confirm(self) -> bool:
+        """See before a claim, now and then, that the model which the client knows is served.
+
+        False where it is not: there is nothing to claim of it.
+        """
         session = self._session
         now = time.monotonic()
         if now < self._confirms_at():
-            return
+            return True
         if session.info is not None:
             session.near.enter(session.options.pool, session.info)
         current = self._read_info()
         if current is _AWAY:
             self._confirm_failed = time.monotonic()  # it may have taken long
-            return
+            return True
         if current is not None and not is_known(session, current):
             may_leave = lies_elsewhere(session, current) or not self._are_served()
             if may_leave and look_at(session, self._servers, current):
-                return
+                return False
         with session.lock:
             stale = not session.is_confirmed(now)
             session.confirmed = now
             ended = session.land_cached() if stale else []
         wake(ended)
+        return True
 
     def _confirms_at(self) -> float:
         return max(self._session.confirmed, self._confirm_failed) + CONFIRMED_FOR / 2

@@ -170,7 +170,8 @@ def interrupt_each(
     """Interrupt a call at its points, one after another: then the client serves as before."""
     make_ready(lm)
     table = lm._client._session.table
-    points = points_of(lambda: call(lm))
+    # A call that a busy machine has wait long has points that others do not come to.
+    points = min(points_of(lambda: call(lm)) for _ in range(5))
     assert points > 10
     interrupts = 0
     for at in tried(points, every):

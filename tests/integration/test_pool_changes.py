@@ -182,6 +182,34 @@ def test_answers_of_the_clients_cache_are_of_the_model_that_is_served(
             assert np.array_equal(rows, [mock_row(prompt, 100) for prompt in prompts])
 
 
+def test_who_asks_as_the_pool_is_found_replaced_gets_no_answer_of_the_model_before(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others were told just now, and the client has yet to send what it has."""
+    monkeypatch.setattr(session_module, "CONFIRMED_FOR", 0.2)
+    monkeypatch.setattr(sender_module, "CONFIRMED_FOR", 0.2)
+    look_at, asked = sender_module.look_at, list[Any]()
+
+    def look_and_ask(session: Any, *arguments: Any) -> bool:
+        found = look_at(session, *arguments)
+        if found and not asked:
+            asked.append(threads.submit(lm.next_token_logprobs_sync, [7]))
+            until(session.table.has_unsent, what="the second to be asked")
+        return found
+
+    with in_process_worker(any_server, pool_name):
+        lm = lmpool.connect(any_server, pool_name, framework="numpy")
+        lm.next_token_logprobs_sync([7])
+    other = in_process_worker(any_server, pool_name, engine_opts={"vocab_size": 100})
+    with closing(lm), other, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(sender_module, "look_at", look_and_ask)
+        time.sleep(0.3)
+        with pytest.raises(PoolMismatch, match="connect again"):
+            lm.batch_next_token_logprobs_sync([[7]])
+        with pytest.raises(PoolMismatch, match="connect again"):
+            until(lambda: asked)[0].result(60)
+
+
 def test_a_closed_client_answers_nothing(any_server: str, pool: str) -> None:
     with connected(any_server, pool) as lm:
         lm.next_token_logprobs_sync([7])
