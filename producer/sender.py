@@ -329,7 +329,7 @@ class Sender:
                 self._outages.of(session.shards[number]).withdrawn.append((number, digest))
         if self._outages.due_in() == 0.0:
             self._look_after_outages()
-        # Before each claim: who is told that the pool is another one may ask again before this ends.
+        # Before each claim: who was told that the pool is another one may ask before this ends.
         while session.table.has_unsent() and self._confirm() and self._claim():
             pass
         if session.table.flights and self._next_check <= time.monotonic():
