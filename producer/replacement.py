@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -37,7 +38,7 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     try:
         info = ModelInfo.unpack(current)
     except WireError as error:  # of another version of lmpool
-        session.fail_everything(replaced(session.options, known, f" ({error})"))
+        _end(session, replaced(session.options, known, f" ({error})"))
         return True
     if info.gives_the_same_as(known):
         info = as_served(servers, session.keys, info, known)
@@ -52,8 +53,13 @@ def look_at(session: Session, servers: Servers, current: bytes) -> bool:
     elif session.options.when_replaced == "follow":
         _move(session, servers, known, as_served(servers, session.keys, info))
     else:
-        session.fail_everything(replaced(session.options, known))
+        _end(session, replaced(session.options, known))
     return True
+
+
+def _end(session: Session, error: PoolMismatch) -> None:
+    session.confirmed = -math.inf  # nor does the client's cache answer who asks again
+    session.fail_everything(error)
 
 
 def is_known(session: Session, current: bytes) -> bool:

@@ -210,6 +210,25 @@ def test_who_asks_as_the_pool_is_found_replaced_gets_no_answer_of_the_model_befo
             until(lambda: asked)[0].result(60)
 
 
+def test_once_it_was_told_of_a_replacement_a_client_gives_out_nothing_that_it_kept(
+    any_server: str, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short before the model was still served."""
+    monkeypatch.setattr(sender_module, "CONFIRMED_FOR", 0.2)
+    with in_process_worker(any_server, pool_name):
+        lm = lmpool.connect(any_server, pool_name, framework="numpy")
+        lm.batch_next_token_logprobs_sync([[7], [8]])
+    other = in_process_worker(any_server, pool_name, engine_opts={"vocab_size": 100})
+    with closing(lm), other:
+        monkeypatch.setattr(session_module, "CONFIRMED_FOR", 1e9)
+        time.sleep(0.3)
+        for prompt in ([9], [7]):  # the second is kept
+            with pytest.raises(PoolMismatch, match="connect again"):
+                lm.next_token_logprobs_sync(prompt)
+        with pytest.raises(PoolMismatch, match="connect again"):
+            lm.batch_next_token_logprobs_sync([[7], [8]])
+
+
 def test_a_closed_client_answers_nothing(any_server: str, pool: str) -> None:
     with connected(any_server, pool) as lm:
         lm.next_token_logprobs_sync([7])
