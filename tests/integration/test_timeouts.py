@@ -197,13 +197,14 @@ def test_control_calls_do_not_wait_for_one_another(
     """An engine that is slow at one thing: whoever waits for it leaves in time, and what nobody
     waits for any longer is not begun."""
     slow = Faults(tmp_path).settings(prefix_delay=6.0)
+    patience = 4.0  # less than the engine takes, and enough for a busy machine to ask
     with worker_process(server_url, pool_name, **slow), connected(server_url, pool_name) as lm:
         took: list[float] = []
 
         def ask(number: int) -> None:
             began = time.monotonic()
             with pytest.raises(PoolTimeout, match="cache_prefix was not answered by every one of"):
-                lm.cache_kv([1, number], timeout=TIMEOUT)
+                lm.cache_kv([1, number], timeout=patience)
             took.append(time.monotonic() - began)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -212,7 +213,7 @@ def test_control_calls_do_not_wait_for_one_another(
         for thread in threads:
             thread.join(60)
         assert len(took) == 4
-        assert max(took) < TIMEOUT + MORE, took
+        assert max(took) < patience + MORE, took
         began = time.monotonic()
         assert lm.next_token_logprobs_sync([3], timeout=60).shape == (256,)
         assert time.monotonic() - began < 18.0, "the engine did what nobody waits for"
