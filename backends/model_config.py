@@ -228,7 +228,7 @@ class ModelConfig:
         if same and rope.get("short_mscale") == rope.get("long_mscale"):
             return wanted
         if wanted is None:
-            positions = [self.config.get(name) for name in LONGEST_PROMPT_NAMES]
+            positions = [self.config.get(each) for each in LONGEST_PROMPT_NAMES]
             longest = longest_prompt(positions, None) if any(positions) else original
             if longest > original:
                 logger.warning(

@@ -1,5 +1,5 @@
 """Where vLLM computes a model otherwise than transformers has it: what makes it the same, and the
-models that it is not told of.
+models that are refused, as nothing does.
 
 All of it was found by trial of every family that both know. `OTHERS` is of the releases in
 `internals.SUPPORTED`.
@@ -51,7 +51,7 @@ OTHERS: Final[Mapping[str, Mapping[str, object] | str]] = {
     "Qwen3MoeForCausalLM": _NO_BIAS,
 }
 """vLLM's own classes that compute otherwise, by architecture: why, or the fields of config.json
-that they do not heed, and the values that they compute with."""
+for whose values they do, and those for which they compute the same."""
 
 ON_CPU: Final[Mapping[str, str]] = {
     "Ernie4_5_MoeForCausalLM": "chooses experts without their correction bias on a CPU",
@@ -160,8 +160,8 @@ def bind(config: Any, *, on_cpu: bool) -> None:
         if not isinstance(said, str):
             own = {field: getattr(text, field, value) for field, value in said.items()}
             # What is absent is as good as false.
-            unheeded = [f"{f}={own[f]!r}" for f in own if (own[f] or None) != (said[f] or None)]
-            said = f"does not heed {', '.join(unheeded)} of config.json" if unheeded else ""
+            others = [f"{f}={own[f]!r}" for f in own if (own[f] or None) != (said[f] or None)]
+            said = f"computes otherwise for {', '.join(others)} of config.json" if others else ""
         if said:
             raise SettingsError(
                 f"vLLM's {name} {said}: rows would be others; serve it with another engine"
