@@ -20,6 +20,7 @@ from lmpool.backends.mlx.hidden import head_of
 from lmpool.backends.mlx.model import Forward, KeyValueStore, Prefixes, load_model, mx, on_gpu
 from lmpool.backends.mlx.prefixes import KeptPrefixes, common_prefix
 from lmpool.backends.mlx.reduction import to_host
+from lmpool.backends.mlx.rotary import within_short
 from lmpool.backends.mlx.small_answers import reduced
 from lmpool.backends.mlx.texts import before, problem_of_head, scored
 from lmpool.backends.model_files import ModelFiles
@@ -98,6 +99,7 @@ class MLXEngine(BatchEngine):
         if self._forward.has_plain_cache():
             name = type(loaded).__module__
             longest = files.config.within_window(longest, max_prompt_tokens, name)
+        longest = within_short(longest, max_prompt_tokens, files.config, type(loaded).__module__)
         self._lora = Adapters(loaded, files.folder)
         self._store: KeyValueStore | None = None
         self._kept = KeptPrefixes(0)

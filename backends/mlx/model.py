@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,18 @@ from typing import Any, Final
 import numpy as np
 
 from lmpool.backends.engine import Tokens
-from lmpool.backends.mlx.arguments import read_meanwhile, told, unheeded
+from lmpool.backends.mlx.arguments import (
+    EPSILONS,
+    family_of,
+    known,
+    noted,
+    read_meanwhile,
+    told,
+    unheeded,
+)
+from lmpool.backends.mlx.families import taken
 from lmpool.backends.mlx.prefixes import Slots
+from lmpool.backends.mlx.rotary import settle_rotary
 from lmpool.backends.model_config import ModelConfig
 from lmpool.backends.options import DTYPES, check_dtype
 from lmpool.cache_memory import MOST_POSITIONS
@@ -50,27 +61,66 @@ def load_model(folder: Path, config: ModelConfig, *, dtype: str, trust_remote_co
             model, _ = mlx_lm.load_model(
                 folder,
                 lazy=True,
-                model_config=told(config),
+                model_config=noted(config, told(config), read),
+                get_model_classes=_classes,
                 trust_remote_code=trust_remote_code,
             )
             reason = _cannot_compute(model)
+        _settle_norms(model, config, read)
         _check_read(model, config, read)
         if reason:
             raise ValueError(reason)
+        _check_rotary(model, config)
         if dtype in DTYPES:
             model.set_dtype(getattr(mx, dtype))
         mx.eval(model.parameters())
     except SettingsError:
         raise
     except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, SystemExit):  # OLMo's module does so without a package that it needs
-            reason = "mlx-lm would end the process for it, and printed why"
-        raise SettingsError(f"the model in {str(folder)!r} cannot be loaded: {reason}") from error
-    _check_rotary(model, config)
+        kind = config.config.get("model_type")
+        raise SettingsError(
+            f"the model in {str(folder)!r}, of model_type {kind!r}, cannot be loaded: {_why(error)}"
+        ) from error
     _check_routers(model, folder)
     model.eval()
     return model
+
+
+_LACKING: Final = re.compile(r"missing \d+ required \w+ arguments?: (.*)")
+_WEIGHTS: Final = re.compile(r"(Missing|Received) (\d+) parameters")
+_ELSE: Final = "or serve it with another engine"
+_LONGEST_REASON: Final = 300
+
+
+def _why(error: BaseException) -> str:
+    """Why mlx-lm does not load a model, in a line, and what to do."""
+    said = " ".join(str(error).split())
+    said = said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
+    if isinstance(error, SystemExit):  # OLMo's module does so without a package that it needs
+        return "mlx-lm would end the process for it, and printed why"
+    if isinstance(error, TypeError) and (lacking := _LACKING.search(said)):
+        return f"mlx-lm asks for {lacking[1]}, which config.json lacks: write that there, {_ELSE}"
+    if isinstance(error, ValueError) and _WEIGHTS.match(said):
+        return (
+            "its weights are not named as mlx-lm has this family's: take them as they are on the "
+            f"hub or as mlx_lm.convert writes them, {_ELSE} ({said})"
+        )
+    what = f"{type(error).__name__}: {said}"
+    if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError):
+        what += f" (mlx-lm makes no model of this config.json: mend it, {_ELSE})"
+    return what
+
+
+def _classes(config: dict[str, Any]) -> tuple[type, type]:
+    """mlx-lm's classes of a model, which take the weights as transformers 5 names them, too."""
+    model, arguments = mlx_lm._get_classes(config)
+
+    def sanitize(own: Any, weights: dict[str, Any]) -> dict[str, Any]:
+        weights = taken(family_of(model), weights, config)
+        return model.sanitize(own, weights) if hasattr(model, "sanitize") else weights
+
+    body = {"sanitize": sanitize, "__module__": model.__module__}
+    return type(model.__name__, (model,), body), arguments
 
 
 def _cannot_compute(model: Any) -> str:
@@ -85,7 +135,7 @@ def _cannot_compute(model: Any) -> str:
 def _check_read(model: Any, config: ModelConfig, read: set[str]) -> None:
     """Refuse a model that is computed by more of config.json than mlx-lm has `read`."""
     module = type(model).__module__
-    found = unheeded(module.rpartition(".")[2], config, read)
+    found = unheeded(family_of(type(model)), config, read)
     if found is not None:
         name, value = found
         raise SettingsError(
@@ -108,21 +158,37 @@ def _check_routers(model: Any, folder: Path) -> None:
                 )
 
 
+_LATENT: Final = ("q_a_layernorm", "kv_a_layernorm", "indexer.k_norm")
+_LATENT_EPSILON: Final = 1e-6
+"""What transformers has built in for the norms of latent states, whatever config.json says."""
+
+_PLAIN_EPSILON: Final = frozenset({"mamba2"})
+"""Families of mlx-lm that read the epsilon for some of their norms, and not for others."""
+
+
+def _settle_norms(model: Any, config: ModelConfig, read: set[str]) -> None:
+    """Have norms add to a variance what transformers has them add, which counts as `read` then."""
+    full = known(config)
+    if full is None:
+        return
+    norms = [(n, m) for n, m in model.named_modules() if type(m) in (nn.RMSNorm, nn.LayerNorm)]
+    for name, norm in norms:
+        if name.endswith(_LATENT):
+            norm.eps = _LATENT_EPSILON
+    said = EPSILONS & {*full.__dataclass_fields__}
+    some = family_of(type(model)) in _PLAIN_EPSILON
+    if len(said) == 1 and norms and (some or not EPSILONS & read):
+        for _, norm in norms:
+            norm.eps = getattr(full, *said)
+        read |= said
+
+
 def _check_rotary(model: Any, config: ModelConfig) -> None:
-    """Refuse a model whose tokens mlx-lm places otherwise than config.json says, which it does not
-    read whole of some."""
-    found = [module for _, module in model.named_modules() if "RoPE" in type(module).__name__]
-    dims = {module.dims for module in found if hasattr(module, "dims")}
-    wanted = config.rotary_dims()
-    said = ""
-    if wanted is not None and dims and wanted not in dims:
-        said = f"rotates {max(dims)} numbers of a head, of which the model has {wanted} rotated"
-    scaling = config.rope_scaling()
-    if scaling is not None and all(type(m) is nn.RoPE and m.scale == 1 for m in found) and found:
-        said = f"does not scale rotary positions, as the model does ({scaling})"
-    if said:
+    """Have tokens placed as config.json says, or refuse the model."""
+    reason = settle_rotary(model, config)
+    if reason:
         raise SettingsError(
-            f"{type(model).__module__} {said}: rows would be others; serve it with another engine"
+            f"{type(model).__module__} {reason}: rows would be others; serve it with another engine"
         )
 
 

@@ -22,9 +22,16 @@ transformers = pytest.importorskip("transformers")
 
 from lmpool.backends.contract import Reference, ask, request_for, write_adapter  # noqa: E402
 from lmpool.backends.mlx import MLXEngine  # noqa: E402
-from lmpool.backends.mlx.arguments import mlx_utils, told, unheeded  # noqa: E402
+from lmpool.backends.mlx.arguments import (  # noqa: E402
+    mlx_base,
+    mlx_utils,
+    read_meanwhile,
+    told,
+    unheeded,
+)
 from lmpool.backends.model_config import ModelConfig  # noqa: E402
 from lmpool.backends.progress import Listening  # noqa: E402
+from tests.families.small import Limits, small_configuration  # noqa: E402
 from tests.support.engines import rows_of  # noqa: E402
 from tests.support.hf_texts import (  # noqa: E402
     hide_modules,
@@ -33,6 +40,7 @@ from tests.support.hf_texts import (  # noqa: E402
 )
 from tests.support.models import (  # noqa: E402
     LONGEST,
+    ORIGINAL,
     VOCAB,
     WINDOW,
     WINDOWED,
@@ -67,7 +75,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def save(folder: Path, name: str) -> str:
     saved = save_model(folder, name, hidden=64, scale=2.0, **MODELS[name])
-    # mlx-lm knows it as it is on the hub.
+    # As it is on the hub.
     return without_prefix(saved, "transformer.") if name == "gpt2" else saved
 
 
@@ -121,17 +129,26 @@ def test_rotary_positions_as_transformers_writes_them(
     assert error < 1e-2  # mlx-lm approximates GPT-NeoX's GELU
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 
 
 @pytest.mark.parametrize(
     ("kind", "rope", "said"),
     [
-        ("glm", {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}, "16"),
-        ("gemma", _LINEAR, r"does not scale .*\(linear\)"),
-        ("helium", _LINEAR, "does not scale"),
-        ("mixtral", _LINEAR, "does not scale"),
+        ("glm", {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}, None),
+        ("gemma", _YARN, r"does not scale .*\(yarn\)"),
+        ("helium", _LINEAR, None),
+        ("mixtral", _LINEAR, None),
         ("llama", _LINEAR, None),
+        ("llama", {**_YARN, "attention_factor": 1.5}, None),
+        ("llama", {**_YARN, "truncate": False}, None),
+        ("llama", {**_YARN, "beta_fast": 3.0, "mscale": 2.0}, None),
         ("qwen2", {**_LINEAR, "rope_type": "dynamic"}, None),
     ],
 )
@@ -148,6 +165,126 @@ def test_tokens_are_placed_as_the_model_has_it_or_it_is_refused(
     prompts = some_prompts(0, count=10)
     error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
     assert error < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["longrope llama", "longrope phi3"])
+def test_short_prompts_of_a_model_that_places_long_ones_otherwise(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm places all tokens as those of long prompts."""
+    folder = save_model(tmp_path, kind, hidden=64)
+    with caplog.at_level(logging.WARNING):
+        engine = MLXEngine(folder)
+    assert engine.info.max_prompt_tokens == ORIGINAL
+    assert "longrope" in caplog.text
+    prompts = [*some_prompts(0, count=6, longest=ORIGINAL), [*range(5, 5 + ORIGINAL)]]
+    assert np.abs(rows_of(engine, prompts) - Reference(folder).rows(prompts)).max() < 1e-3
+    with pytest.raises(SettingsError, match=rf"max_prompt_tokens=41: .*{ORIGINAL} as the model"):
+        MLXEngine(folder, max_prompt_tokens=ORIGINAL + 1)
+
+
+def save_family(folder: Path, kind: str, **changes: Any) -> str:
+    """A small model of a family, as transformers saves it."""
+    torch.manual_seed(0)
+    config = small_configuration(kind, Limits(LONGEST, LONGEST, LONGEST, LONGEST), **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+_MULTIPLIERS = {"key_multiplier": 0.3, "attention_in_multiplier": 1.7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("apertus", {}),
+        ("dbrx", {"rope_parameters": {"rope_type": "default", "rope_theta": 70.0}}),
+        ("deepseek_v2", {}),
+        ("deepseek_v2", {"rope_parameters": _LINEAR}),
+        ("exaone4", {"sliding_window": 12, "layer_types": _TWO_KINDS}),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("falcon_h1", _MULTIPLIERS),
+        ("glm4_moe_lite", {"rms_norm_eps": 0.05}),
+        ("gpt2", {}),
+        ("gpt_oss", {}),
+        ("gpt_oss", {"rope_parameters": {**_YARN, "truncate": False}}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("mamba", {"layer_norm_epsilon": 0.05}),
+        ("mamba2", {"layer_norm_epsilon": 0.05}),
+        ("minicpm3", {"tie_word_embeddings": True}),
+        ("minicpm3", {"tie_word_embeddings": False, "rope_parameters": _LINEAR}),
+        (
+            "olmo3",
+            {
+                "layer_types": _TWO_KINDS,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 700.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+                },
+            },
+        ),
+    ],
+)
+def test_families_as_transformers_5_saves_them(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Their fields and weights have other names there, or mlx-lm has a value of its own."""
+    folder = save_family(tmp_path, kind, **changes)
+    prompts = some_prompts(0, count=6, longest=40)
+    rows = rows_of(MLXEngine(folder, max_prompt_tokens=LONGEST), prompts)
+    assert np.abs(rows - Reference(folder).rows(prompts)).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "relu"}}}, "heed ffn_act_fn={.*'relu'}"),
+        ("gpt_oss", {"swiglu_limit": 2.0}, "heed swiglu_limit=2.0"),
+        ("nemotron_h", {"mamba_hidden_act": "relu"}, "heed mamba_hidden_act='relu'"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "heed norm_topk_prob=True"),
+        ("exaone_moe", {}, "'exaone_moe', .* asks for 'is_moe_layer', which config.json lacks: wr"),
+        ("phimoe", {}, "'phimoe', .* weights are not named as"),
+    ],
+)
+def test_families_that_mlx_cannot_compute_are_refused_with_a_remedy(
+    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = save_family(tmp_path, kind, **changes)
+    with pytest.raises(SettingsError, match=f"{said}.*another engine") as refused:
+        MLXEngine(folder, max_prompt_tokens=LONGEST)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_read_of_one_model_is_not_mixed_with_what_is_read_of_another() -> None:
+    """Engines load in threads of their own, beside others that compute."""
+
+    class Arguments(mlx_base.BaseModelArgs):
+        one, two, three = 1, 2, 3
+
+    arguments = Arguments()
+
+    def load() -> set[str]:
+        with read_meanwhile() as read:
+            assert arguments.three == 3
+            return set(read)
+
+    with ThreadPoolExecutor(1) as pool:
+        with read_meanwhile() as read:
+            assert pool.submit(lambda: arguments.two).result() == 2
+            assert arguments.one == 1
+            other = pool.submit(load)
+            with pytest.raises(TimeoutError):
+                other.result(timeout=0.2)
+            assert read == {"one"}
+        assert other.result() == {"three"}
+    assert "__getattribute__" not in vars(mlx_base.BaseModelArgs)
 
 
 @pytest.mark.parametrize("kind", [*sorted({*WINDOWED} - {"llama4"}), "phi3", "starcoder2"])
@@ -206,6 +343,18 @@ def test_a_model_that_transformers_5_saved_without_what_mlx_asks_for(tmp_path: P
     prompts = some_prompts(0, count=10)
     error = np.abs(rows_of(MLXEngine(folder), prompts) - Reference(folder).rows(prompts)).max()
     assert error < 1e-3
+
+
+def test_a_model_as_it_was_saved_before_transformers_5(tmp_path: Path) -> None:
+    """mlx-lm takes its scaled positions to be described by other names than the unscaled have."""
+    folder = save_family(tmp_path, "qwen2_moe")
+    prompts = some_prompts(0, count=6)
+    expected = Reference(folder).rows(prompts)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    theta = written.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps({**written, "rope_theta": theta}))
+    assert np.abs(rows_of(MLXEngine(folder), prompts) - expected).max() < 1e-3
 
 
 def test_a_text_that_config_json_describes_beside_its_pictures(tmp_path: Path) -> None:
