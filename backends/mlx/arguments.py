@@ -146,8 +146,9 @@ def noted(config: ModelConfig, told: Mapping[str, Any], read: set[str]) -> dict[
 def _parts(said: Mapping[str, Any]) -> list[str]:
     if said.get("model_type") not in transformers.CONFIG_MAPPING:
         return []
-    kind = transformers.CONFIG_MAPPING[said["model_type"]]
-    names = kind.sub_configs.keys() - {"text_config"}
+    names = transformers.CONFIG_MAPPING[said["model_type"]].sub_configs
+    if "text_config" in {*names, *said}:  # the others are of pictures, which are not served
+        return []
     return [name for name in sorted(names) if isinstance(said.get(name), dict)]
 
 

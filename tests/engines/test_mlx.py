@@ -25,6 +25,7 @@ from lmpool.backends.mlx import MLXEngine  # noqa: E402
 from lmpool.backends.mlx.arguments import (  # noqa: E402
     mlx_base,
     mlx_utils,
+    noted,
     read_meanwhile,
     told,
     unheeded,
@@ -167,12 +168,19 @@ def test_tokens_are_placed_as_the_model_has_it_or_it_is_refused(
     assert error < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["longrope llama", "longrope phi3"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("longrope llama", {}),
+        ("longrope phi3", {}),
+        ("longrope phimoe", {"attention_bias": True, "lm_head_bias": True}),
+    ],
+)
 def test_short_prompts_of_a_model_that_places_long_ones_otherwise(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """mlx-lm places all tokens as those of long prompts."""
-    folder = save_model(tmp_path, kind, hidden=64)
+    folder = save_model(tmp_path, kind, hidden=64, **changes)
     with caplog.at_level(logging.WARNING):
         engine = MLXEngine(folder)
     assert engine.info.max_prompt_tokens == ORIGINAL
@@ -366,6 +374,8 @@ def test_a_text_that_config_json_describes_beside_its_pictures(tmp_path: Path) -
     changes = {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 32}}
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     assert np.abs(rows_of(MLXEngine(folder), prompts) - expected).max() < 1e-3
+    # What is read of pictures says nothing of what is read of the text.
+    assert noted(ModelConfig(tmp_path), {}, set()) == {}
 
 
 def test_a_model_for_which_mlx_lm_ends_the_process_is_refused(tmp_path: Path) -> None:
