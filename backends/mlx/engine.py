@@ -60,7 +60,8 @@ class MLXEngine(BatchEngine):
     Models that need more than the keys and values of every position (sliding windows, recurrent
     states) are served without padding and without kept prefixes; a warning says so, and
     `keeps_prefixes` is False. Where mlx-lm has the layers see all instead of a window, as Mistral's
-    and Gemma 2's, no prompt is longer than the window.
+    and Gemma 2's, no prompt is longer than the window, and none of a ``longrope`` model than its
+    original positions.
 
     Rows are float32 log-probabilities or, from a head that computes in bfloat16, the bits of its
     logits. The thread that makes the engine is the only one that may use it: MLX evaluates an array
