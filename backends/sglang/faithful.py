@@ -169,7 +169,7 @@ def check(model: torch.nn.Module, text: Any, said: Mapping[str, Any]) -> None:
     if not why and _has_bias(model):
         why = "leaves out the bias of the model's head (lm_head.bias)"
     if not why and not _places_alike(model, said):
-        rope = getattr(text, "rope_parameters", None)
+        rope = said.get("rope_scaling") or said.get("rope_parameters")
         why = f"places tokens otherwise than the model by rope_parameters={rope!r} of config.json"
     if why:
         raise SettingsError(
@@ -206,7 +206,14 @@ def _turning(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
     Of two kinds of ``longrope`` it is the one for short prompts, which are all that is served.
     """
-    for module in model.modules():
+    own = [m for m in model.modules() if not type(m).__module__.startswith("transformers.")]
+    speeds = [one for module in own for one in _speeds(module)]
+    if speeds:  # as in Gemma 3, whose layers have others besides, and do not use them
+        yield from (_turned(torch.arange(64), *one) for one in speeds)
+        return
+    # What looks at pictures turns otherwise, and does not attend by this.
+    attending = [m for m in own if any(type(c).__name__ == "RadixAttention" for c in m.children())]
+    for module in (child for each in attending for child in each.children()):
         names = ("short_cos_sin_cache", "cos_sin_cache")
         caches = [getattr(module, name, None) for name in names]
         cache = next((c for c in caches if isinstance(c, torch.Tensor)), None)
@@ -232,17 +239,26 @@ def _known(said: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, float]]:
         ]
     except Exception:  # each family has errors of its own for what it cannot be made of
         return
-    if len(kinds) != 1:
-        return
-    for name, speeds in kinds[0].named_buffers():
-        if name.endswith("inv_freq") and "original" not in name:
-            yield speeds, getattr(kinds[0], name.replace("inv_freq", "attention_scaling"))
+    if len(kinds) == 1:
+        yield from _speeds(kinds[0])
+
+
+def _speeds(module: torch.nn.Module) -> Iterator[tuple[torch.Tensor, float]]:
+    """What a module turns by that is made as transformers makes them."""
+    for name, speeds in module.named_buffers(recurse=False):
+        scale = getattr(module, name.replace("inv_freq", "attention_scaling"), None)
+        if name.endswith("inv_freq") and "original" not in name and scale is not None:
+            yield speeds, scale
+
+
+def _turned(positions: torch.Tensor, speeds: torch.Tensor, scale: float) -> torch.Tensor:
+    angles = positions[:, None] * speeds[None].float().cpu()
+    return torch.cat([angles.cos(), angles.sin()], -1) * scale
 
 
 def _is_alike(cache: torch.Tensor, speeds: torch.Tensor, scale: float) -> bool:
     positions = torch.tensor([p for p in (0, 1, 7, 50) if p < len(cache)])
-    angles = positions[:, None] * speeds[None].float().cpu()
-    made = torch.cat([angles.cos(), angles.sin()], -1) * scale
+    made = _turned(positions, speeds, scale)
     found = cache[positions.to(cache.device)].float().cpu()
     error = 1e-4 if cache.dtype == torch.float32 else 2e-2
     return found.shape == made.shape and bool(((found - made).abs() < error).all())

@@ -123,11 +123,13 @@ def test_a_bias_of_the_head_is_refused() -> None:
 
 
 def turning(theta: float, part: float = 1.0, scale: float = 1.0) -> Any:
-    """What rotates heads of 16 numbers, as SGLang has it."""
+    """A layer of SGLang's that rotates heads of 16 numbers."""
     dims = int(16 * part)
     speeds = theta ** -(torch.arange(0, dims, 2).float() / dims)
     angles = torch.arange(96)[:, None] * speeds
-    return model_of("Rotary", cos_sin_cache=torch.cat([angles.cos(), angles.sin()], -1) * scale)
+    cache = torch.cat([angles.cos(), angles.sin()], -1) * scale
+    attends = model_of("RadixAttention")
+    return model_of("Attention", rotary=model_of("Rotary", cos_sin_cache=cache), attn=attends)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,9 @@ def test_what_turns_otherwise_is_refused(kinds: list[Any], right: bool) -> None:
         "num_attention_heads": 4,
         "rope_parameters": rope,
     }
-    model = model_of("Any", layers=torch.nn.ModuleList(kinds))
+    pictures = turning(700.0)
+    del pictures.attn
+    model = model_of("Any", layers=torch.nn.ModuleList([*kinds, pictures]))
     text = text_of(rope_parameters=rope)
     check(model, text, {**config, "model_type": "nobody's"})
     if right:
@@ -170,5 +174,13 @@ def test_each_kind_of_layers_turns_as_it_does_in_the_model() -> None:
     config = {"model_type": "gemma3_text", "head_dim": 16, "rope_parameters": kinds}
     both = torch.nn.ModuleList([turning(500.0), turning(70.0)])
     check(model_of("Any", layers=both), text_of(), config)
+    # SGLang's Gemma 3 has them twice, and turns by those that it made as transformers does.
+    speeds = [theta ** -(torch.arange(0, 16, 2) / 16) for theta in (500.0, 70.0)]
+    used = [model_of("Rotary", inv_freq=torch.nn.Buffer(s), attention_scaling=1.0) for s in speeds]
+    scaled = torch.nn.ModuleList([turning(600.0), *used])
+    check(model_of("Any", layers=scaled), text_of(), config)
+    used[0].attention_scaling = 1.1
+    with pytest.raises(SettingsError, match="places tokens otherwise"):
+        check(model_of("Any", layers=scaled), text_of(), config)
     with pytest.raises(SettingsError, match="places tokens otherwise"):
         check(model_of("Any", layers=both[:1]), text_of(), config)
