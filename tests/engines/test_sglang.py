@@ -427,6 +427,19 @@ def test_positions_that_are_scaled(own: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_engine")
+def test_positions_that_a_user_scales(tmp_path: Path) -> None:
+    """What is laid over config.json is the model's, to which SGLang's is compared."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, **_ORIGINAL}
+    plain = save_model(tmp_path / "plain", "llama", hidden=128)
+    scaled = save_model(tmp_path / "scaled", "llama", hidden=128, rope_parameters=rope)
+    prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 80)]
+    expected = Reference(scaled).rows(prompts)
+    given = {"json_model_override_args": json.dumps({"rope_parameters": rope})}
+    with closing(SGLangEngine(plain, server_args=given)) as engine:
+        assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+
+
+@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("model_type", "changes"), [("fuyu", {"tie_word_embeddings": True}), ("olmo3", {})]
 )
