@@ -38,6 +38,7 @@ class ModelConfig:
             raise SettingsError(f"{str(folder / 'config.json')!r} is no JSON object")
         text = outer.get("text_config")
         self._text: dict[str, Any] | None = text if isinstance(text, dict) else None
+        self._outer = outer
         # Of a model of text and pictures, only the text is served.
         self.config: Mapping[str, Any] = {**outer, **(self._text or {})}
 
@@ -75,6 +76,15 @@ class ModelConfig:
         it for some Gemmas."""
         found = self.config.get("hidden_activation")
         return {} if found is None or "hidden_act" in self.config else {"hidden_act": found}
+
+    @property
+    def tied_as_a_whole(self) -> dict[str, Any]:
+        """``tie_word_embeddings`` of a model of text and more, where that of its text is another:
+        transformers ties a model's head by the whole of it."""
+        found = self._outer.get("tie_word_embeddings")
+        if self._text is None or found is None or self._text.get("tie_word_embeddings") == found:
+            return {}
+        return {"tie_word_embeddings": found}
 
     def within_text(self, changes: dict[str, Any]) -> dict[str, Any]:
         """These `changes` of the text's configuration, as changes of config.json."""
@@ -150,10 +160,24 @@ class ModelConfig:
         rope, kind = self._scaling()
         if kind != "dynamic" or rope.get("alpha"):
             return {}
-        names = ("rope_theta", "partial_rotary_factor")
-        found = {name: rope.get(name, self.config.get(name)) for name in names}
-        known = {name: value for name, value in found.items() if value is not None}
-        return {"rope_parameters": {"rope_type": "default", **known}}
+        return {"rope_parameters": {"rope_type": "default", **self._beside_scaling(rope)}}
+
+    def rope_everywhere(self) -> dict[str, Any]:
+        """``rope_parameters`` as transformers 5 writes them, where they are the same in all
+        layers, whatever config.json calls them; empty where there are none, or no base."""
+        rope, kind = self._scaling()
+        beside = self._beside_scaling(rope)
+        if kind is None or "rope_theta" not in beside:
+            return {}
+        name = "original_max_position_embeddings"
+        original = {name: self.config[name]} if name in self.config else {}
+        kind = "longrope" if kind == "su" else kind
+        own = {key: value for key, value in rope.items() if key != "type"}
+        return {**own, **original, **beside, "rope_type": kind}
+
+    def _beside_scaling(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: rope.get(name, self.config.get(name)) for name in _BESIDE_SCALING}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _scaling(self) -> tuple[dict[str, Any], str | None]:
         """What there is of rotary positions in all layers alike, and their kind."""

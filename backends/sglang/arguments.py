@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lmpool.backends.model_config import ModelConfig
 from lmpool.errors import SettingsError
 
 VERSIONS: Final = ("0.5.23",)
@@ -35,9 +34,6 @@ OWN: Final = frozenset(
         "disable_radix_cache",
     }
 )
-
-_BEFORE: Final = frozenset({"cohere2"})
-"""Families whose window SGLang takes for the number of tokens that are seen before one."""
 
 _COUNTS: Final = ("max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size")
 
@@ -95,15 +91,6 @@ def engine_arguments(
             "max_running_requests": 256,
         }
     return arguments
-
-
-def windows_of_sglang(config: ModelConfig) -> dict[str, Any]:
-    """The window of config.json as SGLang takes it for this model: in most families it is less by
-    one there, which counts the tokens before another."""
-    window = config.window
-    if window is None or config.config.get("model_type") not in _BEFORE:
-        return {}
-    return {"sliding_window": window - 1}
 
 
 def joined(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

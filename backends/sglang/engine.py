@@ -21,8 +21,8 @@ from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.options import check_dtype, check_types
 from lmpool.backends.progress import stage
 from lmpool.backends.sglang.adapters import AdapterReader
-from lmpool.backends.sglang.arguments import windows_of_sglang
 from lmpool.backends.sglang.drawing import draw_by_rows, draw_there
+from lmpool.backends.sglang.faithful import told
 from lmpool.backends.sglang.hidden import ModelHead
 from lmpool.backends.sglang.scheduler import Drawn, SGLangScheduler, Step
 from lmpool.backends.torch_head import as_numbers
@@ -81,7 +81,9 @@ class SGLangEngine(ContinuousEngine[str]):
                 raise SettingsError(f"{name}={value!r}: an integer of {least} or more expected")
         files = ModelFiles(model, revision)
         self.model_files = files
-        longest = files.config.longest_prompt(max_prompt_tokens)
+        longest = files.config.longest_prompt(
+            files.config.within_longrope(max_prompt_tokens, "SGLang")
+        )
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
         check_types(
@@ -105,15 +107,7 @@ class SGLangEngine(ContinuousEngine[str]):
             max_lora_rank=max_lora_rank,
             lora_targets=lora_targets,
             server_args=arguments,
-            # It would scale at any length what is scaled beyond the model's.
-            overrides=files.config.within_text(
-                {
-                    **files.config.rotary_part,
-                    **files.config.undone_scaling(),
-                    **files.config.activation_of_before,
-                    **windows_of_sglang(files.config),
-                }
-            ),
+            overrides=told(files.config),
         )
         stage("trial")
         self._scheduler: SGLangScheduler | None = scheduler
@@ -144,9 +138,20 @@ class SGLangEngine(ContinuousEngine[str]):
                 f"{name} does not scale rotary positions, as the model does ({scaling}): rows "
                 "would be others; serve it with another engine"
             )
-        if scheduler.windows == {files.config.window}:
-            return longest
-        return files.config.within_window(longest, wanted, name)
+        scheduler.check_faithful(files.config)
+        window, seen = files.config.window, scheduler.windows
+        kinds = files.config.config.get("layer_types")
+        if not isinstance(kinds, list):
+            heeded = {*seen.values()} == {window}
+        else:
+            own = {n: window for n, kind in enumerate(kinds) if kind == "sliding_attention"}
+            heeded = seen == own
+            if seen.keys() - own.keys():
+                raise SettingsError(
+                    f"{name} does not have the layers see windows that layer_types={kinds} of "
+                    "config.json say: rows would be others; serve it with another engine"
+                )
+        return longest if heeded else files.config.within_window(longest, wanted, name)
 
     def _find_head(self, files: ModelFiles) -> tuple[ModelHead | None, str]:
         info, scheduler = self.info, self._open()

@@ -11,6 +11,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import json
 import sys
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ import torch
 from lmpool.backends.device import HostCopies
 from lmpool.backends.engine import Measures, Tokens
 from lmpool.backends.head_fit import NoHead
+from lmpool.backends.model_config import ModelConfig
 from lmpool.backends.options import check_types
 from lmpool.backends.sglang.arguments import (
     OWN,
@@ -35,6 +37,7 @@ from lmpool.backends.sglang.arguments import (
     joined,
 )
 from lmpool.backends.sglang.cpu import prepare
+from lmpool.backends.sglang.faithful import check
 from lmpool.backends.sglang.hidden import HeadTrial, ModelHead
 from lmpool.backends.sglang.scorer import Scorer
 from lmpool.backends.small_answers import reduce_logits
@@ -125,6 +128,8 @@ class SGLangScheduler:
         self._scheduler: Any = None
         self._runner: Any = None
         self._batch: list[Any] = []
+        self._given: dict[str, Any] = {}
+        """What its user laid over config.json."""
         self._wants: dict[str, Want] = {}
         """What is reduced of the rows of requests, by their ids."""
         self._aborted: dict[str, str] = {}
@@ -139,6 +144,7 @@ class SGLangScheduler:
         SGLangScheduler._open = self
         try:
             self._start(joined(arguments, server_args))
+            self._given = json.loads(server_args.get("json_model_override_args", "{}"))
         except SettingsError:
             self.close()
             raise
@@ -219,12 +225,13 @@ class SGLangScheduler:
         return type(self._runner.model).__name__
 
     @property
-    def windows(self) -> set[int]:
-        """How many tokens those layers see, itself included, that do not see all."""
+    def windows(self) -> dict[int, int]:
+        """How many tokens those layers see, itself included, that do not see all, by number."""
         attention: Any = importlib.import_module("sglang.srt.layers.radix_attention")
         kind = attention.RadixAttention
         layers = [m for m in self._runner.model.modules() if isinstance(m, kind)]
-        return {m.sliding_window_size + 1 for m in layers if m.sliding_window_size > -1}
+        sizes = {m.layer_id: m.sliding_window_size for m in layers}
+        return {layer: size + 1 for layer, size in sizes.items() if size > -1}
 
     @property
     def scales_rotary(self) -> bool:
@@ -233,6 +240,13 @@ class SGLangScheduler:
         plain = rotary.RotaryEmbedding
         found = {type(m) for m in self._runner.model.modules() if isinstance(m, plain)}
         return found != {plain}
+
+    def check_faithful(self, config: ModelConfig) -> None:
+        """Raise `SettingsError` where the model is not computed as transformers has it."""
+        given = self._given.get("text_config", {})
+        given = given if isinstance(given, dict) else {}
+        text = self._scheduler.model_config.hf_text_config
+        check(self._runner.model, text, {**config.config, **self._given, **given})
 
     @property
     def longest_prompt(self) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lmpool.backends.rotary import name_longrope_scale
 from lmpool.errors import SettingsError
 
 _ONE_MORE: Final = frozenset({"cohere2", "cohere2_moe"})
@@ -106,18 +106,7 @@ def _place(rope: dict[str, Any]) -> None:
             del rope[name]
         rope["rope_type"] = "default"
     elif _kind(rope) in ("longrope", "su"):
-        _scale_longrope(rope)
-
-
-def _scale_longrope(rope: dict[str, Any]) -> None:
-    """Name the scale of queries and keys, which vLLM takes from the model's positions alone."""
-    scale, factor = rope.get("attention_factor"), rope.get("factor")
-    original = rope.get("original_max_position_embeddings")
-    if scale is None and factor is not None and original:
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if scale is not None:
-        rope.setdefault("short_mscale", scale)
-        rope.setdefault("long_mscale", scale)
+        name_longrope_scale(rope)
 
 
 def _modeling(text: Any) -> Any:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("sglang")
 
@@ -28,6 +29,7 @@ from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from lmpool.wants import Generate  # noqa: E402
+from tests.families.small import SCALES, small_configuration  # noqa: E402
 from tests.support.engines import drawn, rows_of  # noqa: E402
 from tests.support.hf_texts import (  # noqa: E402
     hide_modules,
@@ -35,7 +37,13 @@ from tests.support.hf_texts import (  # noqa: E402
     save_adapter,
     save_patterned_adapter,
 )
-from tests.support.models import LONGEST, VOCAB, WINDOW, save_model  # noqa: E402
+from tests.support.models import (  # noqa: E402
+    LONGEST,
+    ORIGINAL,
+    VOCAB,
+    WINDOW,
+    save_model,
+)
 from tests.support.sglang_engine import SMALL, WARNINGS, OneAtATime  # noqa: E402
 
 pytestmark = [pytest.mark.engine, *WARNINGS]
@@ -390,15 +398,96 @@ def test_rotary_positions_as_transformers_writes_them(kind: str, tmp_path: Path)
         assert engine.info.max_prompt_tokens < 50
 
 
+_LONGROPE = {"short_factor": [1.5] * 32, "long_factor": [4.0] * 32}
+_ORIGINAL = {"original_max_position_embeddings": ORIGINAL}
+
+
 @pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize("kind", ["dynamic", "linear"])
-def test_positions_that_are_scaled(kind: str, tmp_path: Path) -> None:
-    rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0}
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rope_type": "dynamic"},
+        {"rope_type": "linear"},
+        {"rope_type": "yarn", "attention_factor": 1.3, **_ORIGINAL},
+        {"rope_type": "longrope", **_LONGROPE, **_ORIGINAL},
+        {"rope_type": "longrope", "attention_factor": 1.3, **_LONGROPE, **_ORIGINAL},
+    ],
+    ids=["dynamic", "linear", "yarn", "longrope", "scaled longrope"],
+)
+def test_positions_that_are_scaled(own: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_theta": 500.0, "factor": 4.0, **own}
     folder = save_model(tmp_path, "llama", hidden=128, rope_parameters=rope)
-    prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 40, 80)]
+    # SGLang places all tokens of a batch as those of long texts where one of them is.
+    lengths = (1, 5, ORIGINAL - 1) if "short_factor" in own else (1, 5, 40, 80)
+    prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in lengths]
     expected = Reference(folder).rows(prompts)
     with closing(SGLangEngine(folder)) as engine:
         assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+        assert (engine.info.max_prompt_tokens < ORIGINAL) == ("short_factor" in own)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_positions_that_a_user_scales(tmp_path: Path) -> None:
+    """What is laid over config.json is the model's, to which SGLang's is compared."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, **_ORIGINAL}
+    plain = save_model(tmp_path / "plain", "llama", hidden=128)
+    scaled = save_model(tmp_path / "scaled", "llama", hidden=128, rope_parameters=rope)
+    prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 80)]
+    expected = Reference(scaled).rows(prompts)
+    given = {"json_model_override_args": json.dumps({"rope_parameters": rope})}
+    with closing(SGLangEngine(plain, server_args=given)) as engine:
+        assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("fuyu", {"tie_word_embeddings": True}), ("olmo3", {})]
+)
+def test_heads_and_positions_that_sglang_looks_for_elsewhere(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """A head that is tied by the whole of a model, and positions by the names of transformers 5."""
+    torch.manual_seed(0)
+    config = small_configuration(model_type, SCALES[1], **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    model.save_pretrained(tmp_path)
+    prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 60)]
+    expected = Reference(str(tmp_path)).rows(prompts)
+    with closing(SGLangEngine(str(tmp_path))) as engine:
+        assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+
+
+_PART = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llama", {"mlp_bias": True}, "LlamaForCausalLM computes otherwise for mlp_bias=True"),
+        ("llama", {"rope_parameters": _PART}, "places tokens otherwise .*_factor': 0.5"),
+        ("phi", {"num_key_value_heads": 1}, "otherwise for num_key_value_heads=1"),
+        ("phi", {}, r"Phi.* leaves out the bias of the model's head \(lm_head\.bias\)"),
+        ("gpt2", {"activation_function": "relu"}, "otherwise for activation_function='relu'"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "windows that layer_types="),
+    ],
+)
+def test_what_sglang_computes_otherwise_is_refused(
+    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_model(tmp_path, kind, hidden=128, **changes)
+    if not changes:
+        file = tmp_path / "model.safetensors"
+        tensors = load_file(file)
+        tensors["lm_head.bias"] = torch.arange(VOCAB) / VOCAB
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match=said):
+        SGLangEngine(folder).close()
 
 
 @pytest.mark.usefixtures("no_engine")

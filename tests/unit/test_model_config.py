@@ -13,7 +13,7 @@ from lmpool.backends import tiny
 from lmpool.backends.model_config import ModelConfig, longest_prompt, special_tokens
 from lmpool.backends.model_files import ModelFiles
 from lmpool.backends.model_identity import model_identity
-from lmpool.backends.sglang.arguments import joined, windows_of_sglang
+from lmpool.backends.sglang.arguments import joined
 from lmpool.cache_memory import default_cache_bytes
 from lmpool.errors import SettingsError
 
@@ -408,15 +408,3 @@ def test_what_sglang_is_told_of_the_text_is_joined_with_what_is_given() -> None:
     given = {name: json.dumps({"text_config": {"b": 4}, "c": {"d": 5}})}
     found = json.loads(joined(own, given)[name])
     assert found == {"text_config": {"a": 1, "b": 4}, "c": {"d": 5}}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "told"), [("cohere2", {"sliding_window": 39}), ("gemma2", {})]
-)
-def test_a_window_that_sglang_counts_otherwise(
-    tmp_path: Path, model_type: str, told: dict[str, Any]
-) -> None:
-    config = {"model_type": model_type, "sliding_window": 40}
-    assert windows_of_sglang(written(tmp_path, config)) == told
-    seen = {**config, "layer_types": ["full_attention"]}
-    assert windows_of_sglang(written(tmp_path, seen)) == {}
