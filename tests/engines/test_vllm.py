@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +20,17 @@ from lmpool.backends.progress import Listening
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
-from tests.support.models import LONGEST, ORIGINAL, VOCAB, WINDOW, configuration, save_model
+from tests.support.models import (
+    CONFIGURATIONS,
+    LONGEST,
+    ORIGINAL,
+    VOCAB,
+    WINDOW,
+    configuration,
+    save_model,
+)
 from tests.support.vllm_engine import (
+    QUICK,
     Watched,
     answer,
     assert_nothing_left,
@@ -301,6 +313,8 @@ def _of_lengths(*lengths: int) -> list[Any]:
             },
             ORIGINAL - 1,
         ),
+        # Soft caps on attention, which transformers' sdpa passes over.
+        ("gemma2", {"attn_logit_softcapping": 0.5}, LONGEST - 1),
         # A kernel of its CPUs, and a part of heads that transformers passes over.
         (
             "lfm2",
@@ -445,6 +459,75 @@ class TestConfigurations:
         assert scale(factor=2.0) == pytest.approx((1 + math.log(2, ORIGINAL)) ** 0.5)
         assert scale(factor=1.0) == 1.0
         assert scale() is None  # vLLM has it of the model's positions, as transformers
+
+    def test_are_changed_once(self):
+        from lmpool.backends.vllm.faithful import as_transformers
+
+        for name in CONFIGURATIONS:
+            once = as_transformers(configuration(name, hidden=128))
+            fields = copy.deepcopy(once.to_dict())
+            assert as_transformers(once).to_dict() == fields, name
+        own = as_transformers(configuration("cohere2"))
+        own.sliding_window = WINDOW
+        assert as_transformers(own).sliding_window == WINDOW - 1
+
+
+class TestDeviations:
+    """What is told of a vLLM that was not started by lmpool."""
+
+    @pytest.fixture
+    def told(self, tmp_path: Path) -> Any:
+        from vllm import EngineArgs
+
+        from lmpool.backends.vllm.faithful import deviations
+
+        def told(name: str, changes: dict[str, Any], **options: Any) -> list[str]:
+            folder = save_model(tmp_path, name, hidden=128, **changes)
+            given = {"dtype": "float32", "skip_tokenizer_init": True, **QUICK, **options}
+            config = EngineArgs(model=folder, **given).create_engine_config()
+            return list(deviations(config, on_cpu=True))
+
+        return told
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "words"),
+        [
+            ("cohere2", {}, f"sliding_window={WINDOW} would have to be {WINDOW - 1}: "),
+            ("llama", {"sliding_window": WINDOW}, f"sliding_window={WINDOW} .* None: "),
+            (
+                "llama",
+                {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}},
+                r"rope_parameters=.*'rope_type': 'dynamic'} .* {'rope_type': 'default'}: ",
+            ),
+        ],
+    )
+    def test_of_a_configuration(self, told, name, changes, words):
+        from lmpool.backends.vllm.faithful import as_transformers
+
+        (found,) = told(name, changes)
+        assert re.match(f"{words}.* hf_overrides=as_transformers", found), found
+        assert told(name, changes, hf_overrides=as_transformers) == []
+
+    def test_of_what_vllm_does_whatever_it_is_told(self, told):
+        (found,) = told("olmoe", {"clip_qkv": 0.5})
+        assert re.search(r"OlmoeForCausalLM computes otherwise for clip_qkv=0\.5", found)
+
+    def test_of_places_of_long_prompts(self, told):
+        rope = {**_longrope(original_max_position_embeddings=ORIGINAL), "short_mscale": 1.0}
+        rope = {"rope_parameters": {**rope, "long_mscale": 1.0}}
+        (found,) = told("llama", rope)
+        assert f"max_model_len={LONGEST}" in found
+        assert f"start it with max_model_len={ORIGINAL}" in found
+        assert told("llama", rope, max_model_len=ORIGINAL) == []
+
+    def test_of_a_kernel(self, told):
+        (found,) = told("lfm2", {})
+        assert "start it with compilation_config={'custom_ops': ['-rotary_embedding']}" in found
+        assert told("lfm2", {}, compilation_config={"custom_ops": ["-rotary_embedding"]}) == []
+
+    def test_there_are_none_of_most(self, told):
+        for name in ("llama", "gpt2", "gemma2", "windowed qwen2", "phi3"):
+            assert told(name, {}) == [], name
 
 
 def test_rows_with_preemptions(reference):

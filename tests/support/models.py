@@ -262,6 +262,9 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "t5": _t5,
 }
 
+CONFIGURATIONS: Final = tuple(_MAKE)
+"""All that there are."""
+
 SERVED: Final = ("gpt2", "llama")
 """Models whose layers see all that is before a position; tests.families has the others."""
 WINDOWED: Final = ("gemma2", "gemma3", "llama4", "windowed mistral", "windowed qwen2")
