@@ -26,26 +26,46 @@ _NARROWED: Final = "lmpool_sliding_window"
 _NO_BIAS: Final[Mapping[str, object]] = {"attention_bias": False}
 _TIED: Final[Mapping[str, object]] = {"tie_word_embeddings": True}
 _UNTIED: Final[Mapping[str, object]] = {"tie_word_embeddings": False}
+_NO_BIASES: Final[Mapping[str, object]] = {**_NO_BIAS, "mlp_bias": False}
+_SILU: Final[Mapping[str, object]] = {"hidden_act": ("silu", "swish")}
+_INTERLEAVED: Final[Mapping[str, object]] = {"rope_interleave": True}
+_INNER: Final[Mapping[str, object]] = {"rms_norm_eps": (1e-6, 1e-5)}
+"""What latent states are normalized by, too: in transformers it is 1e-6 there, whatever is said. A
+little more is within rounding."""
 
 OTHERS: Final[Mapping[str, Mapping[str, object] | str]] = {
-    "CohereForCausalLM": {**_NO_BIAS, **_TIED},
-    "Cohere2ForCausalLM": {**_NO_BIAS, **_TIED},
-    "DeepseekV2ForCausalLM": {**_NO_BIAS, **_UNTIED, "mlp_bias": False, "norm_topk_prob": False},
-    "DeepseekV3ForCausalLM": {**_NO_BIAS, **_UNTIED, "rope_interleave": True},
+    "AXK1ForCausalLM": {**_NO_BIAS, **_INTERLEAVED, **_INNER},
+    "CohereForCausalLM": {**_NO_BIAS, **_TIED, **_SILU},
+    "Cohere2ForCausalLM": {**_NO_BIAS, **_TIED, **_SILU},
+    "Cohere2MoeForCausalLM": {**_NO_BIAS, **_TIED, **_SILU},
+    "DeepseekV2ForCausalLM": {**_NO_BIASES, **_UNTIED, **_INNER, "norm_topk_prob": False},
+    "DeepseekV3ForCausalLM": {**_NO_BIAS, **_UNTIED, **_INTERLEAVED, **_INNER},
+    "DeepseekV32ForCausalLM": _INNER,
     "Ernie4_5ForCausalLM": {"use_bias": False},
+    "FalconForCausalLM": {"activation": "gelu"},
+    "FalconH1ForCausalLM": _NO_BIASES,
     "GPT2LMHeadModel": {"scale_attn_weights": True},
     "Gemma3ForCausalLM": {"use_bidirectional_attention": False},
     "GemmaForCausalLM": _NO_BIAS,
     "Glm4MoeForCausalLM": _UNTIED,
+    "Glm4MoeLiteForCausalLM": {**_INTERLEAVED, **_INNER},
+    "GlmMoeDsaForCausalLM": _INNER,
     "GptOssForCausalLM": {**_UNTIED, "attention_bias": True, "rms_norm_eps": 1e-5},
     "GraniteMoeForCausalLM": _NO_BIAS,
     "GraniteMoeSharedForCausalLM": _NO_BIAS,
+    "HYV3ForCausalLM": _NO_BIASES,
     "HrmTextForCausalLM": "lets the tokens of a prompt see those behind them",
     "Lfm2ForCausalLM": _TIED,
     "Lfm2MoeForCausalLM": _TIED,
+    "LongcatFlashForCausalLM": {**_NO_BIAS, **_INNER},
+    "MiniCPM3ForCausalLM": {**_NO_BIASES, **_INNER},
+    "MiniMaxM2ForCausalLM": _SILU,
+    "MixtralForCausalLM": _SILU,
+    "OlmoHybridForCausalLM": {**_NO_BIAS, **_SILU},
     "OlmoeForCausalLM": {
         **_NO_BIAS,
         **_UNTIED,
+        **_SILU,
         "clip_qkv": None,
         "norm_topk_prob": False,
         "rms_norm_eps": 1e-5,
@@ -53,9 +73,11 @@ OTHERS: Final[Mapping[str, Mapping[str, object] | str]] = {
     "Qwen2MoeForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": _NO_BIAS,
     "Qwen3MoeForCausalLM": _NO_BIAS,
+    "Qwen3NextForCausalLM": _NO_BIAS,
+    "StableLmForCausalLM": _SILU,
 }
 """vLLM's own classes that compute otherwise, by architecture: why, or the fields of config.json
-for whose values they do, and those for which they compute the same."""
+for whose values they do, and the value, or the several, for which they compute the same."""
 
 ON_CPU: Final[Mapping[str, str]] = {
     "Ernie4_5_MoeForCausalLM": "chooses experts without their correction bias on a CPU",
@@ -193,12 +215,17 @@ def _otherwise(model: Any, *, on_cpu: bool) -> Iterator[str]:
         else:
             said = (ON_CPU.get(name) if on_cpu else None) or OTHERS.get(name, "")
         if not isinstance(said, str):
-            own = {field: getattr(text, field, value) for field, value in said.items()}
+            meant = {f: v if isinstance(v, tuple) else (v,) for f, v in said.items()}
+            own = {field: getattr(text, field, known[0]) for field, known in meant.items()}
             # What is absent is as good as false.
-            others = [f"{f}={own[f]!r}" for f in own if (own[f] or None) != (said[f] or None)]
+            others = [f"{f}={own[f]!r}" for f in own if (own[f] or None) not in _plain(meant[f])]
             said = f"computes otherwise for {', '.join(others)} of config.json" if others else ""
         if said:
             yield f"vLLM's {name} {said}"
+
+
+def _plain(known: tuple[object, ...]) -> list[object]:
+    return [value or None for value in known]
 
 
 def _apart(found: object, meant: object) -> tuple[object, object]:
