@@ -533,6 +533,15 @@ class TestDeviations:
             assert told(name, {}) == [], name
 
 
+@pytest.mark.parametrize("name", ["apertus", "bloom"])
+def test_activations_as_the_models_have_them(tmp_path, name):
+    folder = save_model(tmp_path, name, hidden=128)
+    given = _of_lengths(1, 5, 40)
+    expected = Reference(folder).rows(given)
+    with vllm_engine(model=folder, max_prompt_tokens=60) as engine:
+        assert_rows(answer(engine, given), expected)
+
+
 def test_rows_with_preemptions(reference):
     # Twelve blocks of 32 tokens: three of these prompts at once, and what is sampled grows.
     with vllm_engine(

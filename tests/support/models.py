@@ -195,6 +195,8 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
         block_ffn_dim_multiplier=1.0,
     ),
     "cohere": _named("Cohere"),
+    # An activation with numbers of its own.
+    "apertus": _named("Apertus", pad_token_id=0),
     "olmoe": _named("Olmoe", num_experts=2, num_experts_per_tok=1),
     "phi3": _named("Phi3", sliding_window=WINDOW, pad_token_id=0),
     "starcoder2": _named("Starcoder2", sliding_window=WINDOW),
