@@ -36,4 +36,5 @@ def _gelu_of_bloom(name: str) -> torch.nn.Module:
     """Bloom's GELU is by tanh. Relies on its module's `get_act_fn` making no other."""
     if name != "gelu":
         raise ValueError(f"Bloom's activation is {name!r} in this vLLM: 'gelu' expected")
-    return get_act_fn("gelu_pytorch_tanh")
+    found: torch.nn.Module = get_act_fn("gelu_pytorch_tanh")
+    return found
