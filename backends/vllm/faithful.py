@@ -105,6 +105,9 @@ _BY_HEAD: Final = frozenset(
 )
 """Those whose queries come to rotary positions by head, which the kernel for CPUs rotates wrong."""
 
+_STATES: Final = ("mamba_d_state", "ssm_state_size", "state_size")
+"""Where families say how large the recurrent states of their Mamba layers are."""
+
 _NO_KERNEL: Final = "-rotary_embedding"
 """What of `custom_ops` has them rotated without it."""
 
@@ -206,6 +209,16 @@ def bind(config: Any, *, on_cpu: bool) -> None:
         operations[:] = [o for o in operations if o != "+rotary_embedding"] + [_NO_KERNEL]
 
 
+def mixes_states(config: Any, *, on_cpu: bool) -> bool:
+    """Whether recurrent states that a `VllmConfig` has kept for prefixes would be other prompts'.
+
+    The scan for CPUs gives out a state a prompt, and is taken to give one a chunk.
+    """
+    text = config.model_config.hf_text_config
+    scans = any(getattr(text, name, None) is not None for name in _STATES)
+    return bool(on_cpu and scans and config.cache_config.enable_prefix_caching)
+
+
 def _otherwise(model: Any, *, on_cpu: bool) -> Iterator[str]:
     """What vLLM computes otherwise of the model of a `ModelConfig`, whatever it is told."""
     text = model.hf_text_config
@@ -256,6 +269,11 @@ def deviations(config: Any, *, on_cpu: bool) -> Iterator[str]:
         yield (
             f"max_model_len={model.max_model_len}, with which it places all tokens as those of "
             f"long prompts (longrope): start it with max_model_len={bound}"
+        )
+    if mixes_states(config, on_cpu=on_cpu):
+        yield (
+            "recurrent states that it keeps for prefixes, which are other prompts' on a CPU: start "
+            "it with enable_prefix_caching=False"
         )
     operations = config.compilation_config.custom_ops
     by_kernel = {"all", "+rotary_embedding"} & {*operations} and _NO_KERNEL not in operations

@@ -528,6 +528,11 @@ class TestDeviations:
         assert "start it with compilation_config={'custom_ops': ['-rotary_embedding']}" in found
         assert told("lfm2", {}, compilation_config={"custom_ops": ["-rotary_embedding"]}) == []
 
+    def test_of_recurrent_states(self, told):
+        (found,) = told("falcon_h1", {})
+        assert found.endswith("start it with enable_prefix_caching=False")
+        assert told("falcon_h1", {}, enable_prefix_caching=False) == []
+
     def test_there_are_none_of_most(self, told):
         for name in ("llama", "gpt2", "gemma2", "windowed qwen2", "phi3"):
             assert told(name, {}) == [], name
@@ -540,6 +545,17 @@ def test_activations_as_the_models_have_them(tmp_path, name):
     expected = Reference(folder).rows(given)
     with vllm_engine(model=folder, max_prompt_tokens=60) as engine:
         assert_rows(answer(engine, given), expected)
+
+
+def test_recurrent_states_stay_their_prompts(tmp_path):
+    folder = save_model(tmp_path, "falcon_h1", hidden=128, scale=1.0, max_position_embeddings=256)
+    given = _of_lengths(130, 200, 40, 140)  # blocks have 128 tokens
+    longer = [np.append(prompt, 5).astype(np.uint32) for prompt in given]
+    reference = Reference(folder)
+    with vllm_engine(model=folder) as engine:
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_rows(answer(engine, longer), reference.rows(longer))
+        assert engine.shares_up_to == 0
 
 
 def test_rows_with_preemptions(reference):

@@ -195,6 +195,17 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
         block_ffn_dim_multiplier=1.0,
     ),
     "cohere": _named("Cohere"),
+    # Recurrent states beside attention.
+    "falcon_h1": _named(
+        "FalconH1",
+        head_dim=_half,
+        mamba_d_ssm=256,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        pad_token_id=0,
+    ),
     # An activation with numbers of its own.
     "apertus": _named("Apertus", pad_token_id=0),
     "olmoe": _named("Olmoe", num_experts=2, num_experts_per_tok=1),
