@@ -42,6 +42,13 @@ class ModelConfig:
         # Of a model of text and pictures, only the text is served.
         self.config: Mapping[str, Any] = {**outer, **(self._text or {})}
 
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """What a text's configuration says that is there already."""
+        made = cls.__new__(cls)
+        made._generation, made._text, made.config = {}, None, config
+        return made
+
     @property
     def dtype(self) -> str | None:
         """The dtype that the model was saved for."""
@@ -236,6 +243,18 @@ class ModelConfig:
         )
         return window
 
+    @property
+    def longrope_bound(self) -> int | None:
+        """The original positions of a model whose ``longrope`` has other places for tokens of
+        longer texts."""
+        rope, kind = self._scaling()
+        known = "original_max_position_embeddings"
+        original = self.config.get(known, rope.get(known))
+        if kind not in ("longrope", "su") or type(original) is not int or original < 2:
+            return None
+        same = rope.get("short_factor") == rope.get("long_factor")
+        return None if same and rope.get("short_mscale") == rope.get("long_mscale") else original
+
     def within_longrope(self, wanted: int | None, name: str) -> int | None:
         """The longest prompt in the library that has it as `name`, which places all tokens as those
         of long texts where a model's ``longrope`` has other places for them and there is room for
@@ -243,13 +262,8 @@ class ModelConfig:
 
         Raises `SettingsError` where more are `wanted`.
         """
-        rope, kind = self._scaling()
-        known = "original_max_position_embeddings"
-        original = self.config.get(known, rope.get(known))
-        if kind not in ("longrope", "su") or type(original) is not int or original < 2:
-            return wanted
-        same = rope.get("short_factor") == rope.get("long_factor")
-        if same and rope.get("short_mscale") == rope.get("long_mscale"):
+        original = self.longrope_bound
+        if original is None:
             return wanted
         if wanted is None:
             positions = [self.config.get(each) for each in LONGEST_PROMPT_NAMES]

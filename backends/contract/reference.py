@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmpool.backends.model_files import resolve_model
+from lmpool.backends.soft_caps import capped_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,8 +44,9 @@ class Reference:
         self.folder = resolve_model(model)
         transformers: Any = importlib.import_module("transformers")
         self._torch: Any = importlib.import_module("torch")
+        config = transformers.AutoConfig.from_pretrained(self.folder)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=self._torch.float32
+            self.folder, dtype=self._torch.float32, **capped_attention(config, {})
         ).eval()
         self._base: dict[str, Any] = {}
         """What the weights were that the merged adapter changed."""

@@ -18,6 +18,7 @@ from lmpool.backends.hf.leftovers import check_all_used
 from lmpool.backends.lora import CONFIG as ADAPTER_CONFIG
 from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
 from lmpool.backends.options import check_dtype
+from lmpool.backends.soft_caps import capped_attention
 from lmpool.errors import SettingsError
 from lmpool.garbage import uncollected
 
@@ -60,6 +61,7 @@ def load_model(
     config: Any = None
     try:
         config = _load_config(folder, trust_remote_code)
+        kwargs |= capped_attention(config, kwargs)
         stored = _stored_quantization(config, folder)
         if "quantization_config" in kwargs or stored is not None:
             # Quantized weights are made on their device and cannot be moved there later.

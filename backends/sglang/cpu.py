@@ -40,7 +40,67 @@ def prepare() -> bool:
     for name in _PINNED:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+    _heed_soft_caps()
     return True
+
+
+def _heed_soft_caps() -> None:
+    """Have SGLang's attention for CPUs heed the caps on scores that layers have, as Gemma 2's.
+
+    Relies on `TorchNativeAttnBackend` taking a layer as the fourth argument, and attending by its
+    module's `scaled_dot_product_attention`.
+    """
+    native: Any = importlib.import_module("sglang.srt.layers.attention.torch_native_backend")
+    attend = native.scaled_dot_product_attention
+    caps = [0.0]
+    """Of the layer that attends."""
+
+    def heeding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(forward)
+        def heeded(
+            self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any
+        ) -> torch.Tensor:
+            caps[0] = layer.logit_cap or 0.0
+            return forward(self, q, k, v, layer, *rest, **more)
+
+        return heeded
+
+    def attend_capped(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attn_mask: torch.Tensor | None,
+        scale: float | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        cap = caps[0]
+        if not cap:
+            found: torch.Tensor = attend(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                scale=scale,
+                is_causal=is_causal,
+                enable_gqa=enable_gqa,
+            )
+            return found
+        heads = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(heads, dim=1) for each in (key, value))
+        scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+        scores = cap * (scores / cap).tanh()
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        return scores.softmax(dim=-1) @ value
+
+    native.scaled_dot_product_attention = attend_capped
+    backend = native.TorchNativeAttnBackend
+    for name in ("forward_extend", "forward_decode"):
+        setattr(backend, name, heeding(getattr(backend, name)))
 
 
 def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:

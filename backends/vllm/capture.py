@@ -47,6 +47,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor import LogitsProcessor as ProcessorV1
 
 from lmpool.backends.vllm import internals
+from lmpool.backends.vllm.activations import put_activations_right
 from lmpool.backends.vllm.base_rows import keep_base_rows
 from lmpool.backends.vllm.row_store import (
     MOST_BYTES,
@@ -71,6 +72,8 @@ except (
     ProcessorV2 = object
 
 logger = logging.getLogger(__name__)
+
+put_activations_right()  # a worker imports this before it makes its model
 
 CAPTURE: Final = "lmpool_capture"
 """The key of `SamplingParams.extra_args` whose value, a str, asks for the row and names it."""

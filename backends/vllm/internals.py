@@ -97,9 +97,13 @@ def make_engine(arguments: Any, *, own_process: bool) -> Any:
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
     try:
+        on_cpu = current_platform.is_cpu()
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if faithful.mixes_states(config, on_cpu=on_cpu):
+            arguments.enable_prefix_caching = False
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         check_speculation(config)
-        faithful.bind(config, on_cpu=current_platform.is_cpu())
+        faithful.bind(config, on_cpu=on_cpu)
         scheduler.bound(config)
         executor = Executor.get_class(config)
         engine = LLMEngine(

@@ -49,6 +49,8 @@ REFUSED: Final[Mapping[str, str]] = {
     "disable_log_stats": "the pool has statistics of its own: lmpool stats",
     "max_cpu_loras": "adapters stay loaded until they are removed, and a worker knows how many",
     "hf_overrides": "the model's fingerprint would not show them: edit a copy of its config.json",
+    "hf_config_path": "the model's fingerprint would not show what is there: serve a copy of the "
+    "model's folder with that config.json",
     "override_generation_config": "sampling is what the caller says, nothing else",
     "generation_config": "sampling is what the caller says, nothing else",
 }
@@ -60,7 +62,6 @@ NUMERIC: Final = (
     "kv_cache_dtype",
     "load_format",
     "config_format",
-    "hf_config_path",
     "code_revision",
 )
 """Options that change the model's numbers, and so belong to its fingerprint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Final
@@ -9,12 +10,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 from lmpool.backends.engine import Outcome
-from lmpool.backends.vllm import internals
+from lmpool.backends.vllm import faithful, internals
 from lmpool.backends.vllm.options import CAPTURED_ROWS
 from lmpool.backends.vllm.rows import FullLogprobs, row_source
 from lmpool.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION: Final = CAPTURED_ROWS
 """What such an ``LLM`` is given as `worker_extension_cls`."""
@@ -31,6 +35,9 @@ class OwnRows:
     The secret by which the ``LLM`` knows these requests is made here and goes with them: nobody
     else's are captured. Of several for one ``LLM`` the last one captures. Raises `SettingsError`
     for an ``LLM`` that cannot capture: one without the extension, or that decodes speculatively.
+
+    The rows are those that the ``LLM`` itself samples from. Where it computes its model otherwise
+    than transformers, and so than a worker's vLLM, the log says by which field, and what helps.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -50,6 +57,9 @@ class OwnRows:
                 "rows of this LLM cannot be captured: its model runner has not loaded the "
                 "processor 'lmpool' of the entry points 'vllm.logits_processors'"
             )
+        config, on_cpu = self._engine.vllm_config, current_platform.is_cpu()
+        for deviation in faithful.deviations(config, on_cpu=on_cpu):
+            logger.warning("this LLM's rows are others than those of transformers: %s", deviation)
 
     def params(self, number: int, **options: Any) -> SamplingParams:
         """Parameters of a request whose row is captured as `number`; one token, unless told."""

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmpool.errors import SettingsError
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from lmpool.backends.contract import Reference, ask  # noqa: E402
 from lmpool.backends.hf import HFEngine  # noqa: E402
+from tests.support.engines import requests_of  # noqa: E402
 from tests.support.hf_texts import save_adapter  # noqa: E402
 from tests.support.models import save_model  # noqa: E402
 
@@ -166,3 +169,19 @@ def test_what_is_wrong_with_a_config_is_said(folder: Path) -> None:
     change_config(folder, hidden_size="many")
     with pytest.raises(SettingsError, match=r"'hidden_size': TypeError: .* expected int, got str"):
         HFEngine(str(folder))
+
+
+def test_soft_caps_on_attention_are_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path / "capped", "gemma2", attn_logit_softcapping=0.05, pad_token_id=0)
+    prompts = [np.arange(3, 3 + n, dtype=np.uint32) for n in (5, 20)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.inference_mode():
+        ids = [torch.from_numpy(prompt.astype(np.int64))[None] for prompt in prompts]
+        rows = [model(each).logits[0, -1].log_softmax(-1).numpy() for each in ids]
+    # As before transformers 5.24, which passed over them by default.
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    assert np.abs(Reference(folder).rows([p.tolist() for p in prompts]) - rows).max() < 1e-5
+    outcomes = ask(HFEngine(folder, device="cpu"), requests_of(prompts))
+    assert max(np.abs(o.logprobs() - r).max() for o, r in zip(outcomes, rows, strict=True)) < 1e-5
+    with pytest.raises(SettingsError, match=r"='sdpa': it .* attn_logit_softcapping=0\.05 .*eager"):
+        HFEngine(folder, device="cpu", model_kwargs={"attn_implementation": "sdpa"})

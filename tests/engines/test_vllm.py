@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +20,17 @@ from lmpool.backends.progress import Listening
 from lmpool.errors import EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
 from tests.support.engines import drawn, requests_of
-from tests.support.models import LONGEST, ORIGINAL, VOCAB, WINDOW, configuration, save_model
+from tests.support.models import (
+    CONFIGURATIONS,
+    LONGEST,
+    ORIGINAL,
+    VOCAB,
+    WINDOW,
+    configuration,
+    save_model,
+)
 from tests.support.vllm_engine import (
+    QUICK,
     Watched,
     answer,
     assert_nothing_left,
@@ -301,6 +313,8 @@ def _of_lengths(*lengths: int) -> list[Any]:
             },
             ORIGINAL - 1,
         ),
+        # Soft caps on attention, which transformers' sdpa passes over.
+        ("gemma2", {"attn_logit_softcapping": 0.5}, LONGEST - 1),
         # A kernel of its CPUs, and a part of heads that transformers passes over.
         (
             "lfm2",
@@ -332,6 +346,7 @@ def test_models_that_vllm_reads_otherwise(tmp_path, name, changes, longest):
     [
         ("gpt2", {"scale_attn_weights": False}, "GPT2LMHeadModel .*scale_attn_weights=False"),
         ("olmoe", {"clip_qkv": 0.5}, r"OlmoeForCausalLM .*clip_qkv=0\.5"),
+        ("mixtral", {"hidden_act": "gelu"}, "MixtralForCausalLM .*hidden_act='gelu'"),
         (
             "cohere",
             {"attention_bias": True, "tie_word_embeddings": False},
@@ -383,6 +398,8 @@ def test_what_vllm_does_not_heed_is_refused_and_nothing_else():
         config = transformers.AutoConfig.for_model(kinds[name])
         told(name, **{field: getattr(config, field) for field in heeded})
         for field, value in heeded.items():
+            for same in value if isinstance(value, tuple) else ():
+                told(name, **{field: same})
             other = 0.5 if value is None else not value
             with pytest.raises(SettingsError, match=f"{name} .* {field}={other} of config"):
                 told(name, **{field: other})
@@ -445,6 +462,100 @@ class TestConfigurations:
         assert scale(factor=2.0) == pytest.approx((1 + math.log(2, ORIGINAL)) ** 0.5)
         assert scale(factor=1.0) == 1.0
         assert scale() is None  # vLLM has it of the model's positions, as transformers
+
+    def test_are_changed_once(self):
+        from lmpool.backends.vllm.faithful import as_transformers
+
+        for name in CONFIGURATIONS:
+            once = as_transformers(configuration(name, hidden=128))
+            fields = copy.deepcopy(once.to_dict())
+            assert as_transformers(once).to_dict() == fields, name
+        own = as_transformers(configuration("cohere2"))
+        own.sliding_window = WINDOW
+        assert as_transformers(own).sliding_window == WINDOW - 1
+
+
+class TestDeviations:
+    """What is told of a vLLM that was not started by lmpool."""
+
+    @pytest.fixture
+    def told(self, tmp_path: Path) -> Any:
+        from vllm import EngineArgs
+
+        from lmpool.backends.vllm.faithful import deviations
+
+        def told(name: str, changes: dict[str, Any], **options: Any) -> list[str]:
+            folder = save_model(tmp_path, name, hidden=128, **changes)
+            given = {"dtype": "float32", "skip_tokenizer_init": True, **QUICK, **options}
+            config = EngineArgs(model=folder, **given).create_engine_config()
+            return list(deviations(config, on_cpu=True))
+
+        return told
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "words"),
+        [
+            ("cohere2", {}, f"sliding_window={WINDOW} would have to be {WINDOW - 1}: "),
+            ("llama", {"sliding_window": WINDOW}, f"sliding_window={WINDOW} .* None: "),
+            (
+                "llama",
+                {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}},
+                r"rope_parameters=.*'rope_type': 'dynamic'} .* {'rope_type': 'default'}: ",
+            ),
+        ],
+    )
+    def test_of_a_configuration(self, told, name, changes, words):
+        from lmpool.backends.vllm.faithful import as_transformers
+
+        (found,) = told(name, changes)
+        assert re.match(f"{words}.* hf_overrides=as_transformers", found), found
+        assert told(name, changes, hf_overrides=as_transformers) == []
+
+    def test_of_what_vllm_does_whatever_it_is_told(self, told):
+        (found,) = told("olmoe", {"clip_qkv": 0.5})
+        assert re.search(r"OlmoeForCausalLM computes otherwise for clip_qkv=0\.5", found)
+
+    def test_of_places_of_long_prompts(self, told):
+        rope = {**_longrope(original_max_position_embeddings=ORIGINAL), "short_mscale": 1.0}
+        rope = {"rope_parameters": {**rope, "long_mscale": 1.0}}
+        (found,) = told("llama", rope)
+        assert f"max_model_len={LONGEST}" in found
+        assert f"start it with max_model_len={ORIGINAL}" in found
+        assert told("llama", rope, max_model_len=ORIGINAL) == []
+
+    def test_of_a_kernel(self, told):
+        (found,) = told("lfm2", {})
+        assert "start it with compilation_config={'custom_ops': ['-rotary_embedding']}" in found
+        assert told("lfm2", {}, compilation_config={"custom_ops": ["-rotary_embedding"]}) == []
+
+    def test_of_recurrent_states(self, told):
+        (found,) = told("falcon_h1", {})
+        assert found.endswith("start it with enable_prefix_caching=False")
+        assert told("falcon_h1", {}, enable_prefix_caching=False) == []
+
+    def test_there_are_none_of_most(self, told):
+        for name in ("llama", "gpt2", "gemma2", "windowed qwen2", "phi3"):
+            assert told(name, {}) == [], name
+
+
+@pytest.mark.parametrize("name", ["apertus", "bloom"])
+def test_activations_as_the_models_have_them(tmp_path, name):
+    folder = save_model(tmp_path, name, hidden=128)
+    given = _of_lengths(1, 5, 40)
+    expected = Reference(folder).rows(given)
+    with vllm_engine(model=folder, max_prompt_tokens=60) as engine:
+        assert_rows(answer(engine, given), expected)
+
+
+def test_recurrent_states_stay_their_prompts(tmp_path):
+    folder = save_model(tmp_path, "falcon_h1", hidden=128, scale=1.0, max_position_embeddings=256)
+    given = _of_lengths(130, 200, 40, 140)  # blocks have 128 tokens
+    longer = [np.append(prompt, 5).astype(np.uint32) for prompt in given]
+    reference = Reference(folder)
+    with vllm_engine(model=folder) as engine:
+        assert_rows(answer(engine, given), reference.rows(given))
+        assert_rows(answer(engine, longer), reference.rows(longer))
+        assert engine.shares_up_to == 0
 
 
 def test_rows_with_preemptions(reference):

@@ -678,6 +678,15 @@ class TestOwnVLLM:
             assert list(second.take([1])) == [1]
             assert first.take([1]) == {}
 
+    def test_says_what_it_computes_otherwise(self, llm, monkeypatch, caplog):
+        with caplog.at_level(logging.WARNING, logger="lmpool"):
+            OwnRows(llm).close()
+            assert caplog.text == ""
+            config = llm.llm_engine.vllm_config.model_config.hf_text_config
+            monkeypatch.setattr(config, "sliding_window", 7, raising=False)
+            OwnRows(llm).close()
+        assert "sliding_window=7 would have to be None: start it with hf_overrides" in caplog.text
+
     def test_without_the_extension_says_what_to_write(self, llm, monkeypatch):
         monkeypatch.delattr(CapturedRows, "lmpool_attach")
         with pytest.raises(SettingsError, match="started with worker_extension_cls='lmpool"):
@@ -730,6 +739,7 @@ class TestOptions:
             ({"spec_model": "tiny"}, "no row can be captured"),
             ({"logits_processors": ["x:Y"]}, "another would change them"),
             ({"data_parallel_size": 2}, "start that many workers"),
+            ({"hf_config_path": "elsewhere"}, "copy of the model's folder with that config.json"),
             ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),
             ({"live_prompts": -1}, "live_prompts=-1"),
             ({"own_process": "no"}, "own_process='no'"),

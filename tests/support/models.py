@@ -195,6 +195,19 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
         block_ffn_dim_multiplier=1.0,
     ),
     "cohere": _named("Cohere"),
+    # Recurrent states beside attention.
+    "falcon_h1": _named(
+        "FalconH1",
+        head_dim=_half,
+        mamba_d_ssm=256,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        pad_token_id=0,
+    ),
+    # An activation with numbers of its own.
+    "apertus": _named("Apertus", pad_token_id=0),
     "olmoe": _named("Olmoe", num_experts=2, num_experts_per_tok=1),
     "phi3": _named("Phi3", sliding_window=WINDOW, pad_token_id=0),
     "starcoder2": _named("Starcoder2", sliding_window=WINDOW),
@@ -261,6 +274,9 @@ _MAKE: Final[dict[str, Callable[..., Any]]] = {
     "bert": _named("Bert", num_key_value_heads=2),
     "t5": _t5,
 }
+
+CONFIGURATIONS: Final = tuple(_MAKE)
+"""All that there are."""
 
 SERVED: Final = ("gpt2", "llama")
 """Models whose layers see all that is before a position; tests.families has the others."""
