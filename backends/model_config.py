@@ -38,7 +38,7 @@ class ModelConfig:
             raise SettingsError(f"{str(folder / 'config.json')!r} is no JSON object")
         text = outer.get("text_config")
         self._text: dict[str, Any] | None = text if isinstance(text, dict) else None
-        self._outer = outer
+        self._outer: Mapping[str, Any] = outer
         # Of a model of text and pictures, only the text is served.
         self.config: Mapping[str, Any] = {**outer, **(self._text or {})}
 
@@ -46,7 +46,7 @@ class ModelConfig:
     def of(cls, config: Mapping[str, Any]) -> ModelConfig:
         """What a text's configuration says that is there already."""
         made = cls.__new__(cls)
-        made._generation, made._text, made.config = {}, None, config
+        made._generation, made._text, made._outer, made.config = {}, None, config, config
         return made
 
     @property
