@@ -72,7 +72,7 @@ class Parser(_HiredisParser):
         if response.partition(" ")[0] in _OF_CLUSTERS:
             return redis.exceptions.ResponseError(response)
         if response.startswith(_IN_SCRIPTS):
-            return RefusedInScript(response.removeprefix("ERR "))
+            return RefusedInScript(response.removeprefix("ERR ").partition(" script: ")[0])
         return super().parse_error(response)  # type: ignore[no-untyped-call]
 
     def on_connect(self, connection: Any, **options: Any) -> None:

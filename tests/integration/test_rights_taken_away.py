@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
+from redis.asyncio import ConnectionPool
 
-from lmpool.commands import Value
+import lmpool
+from lmpool.commands import Server, Value
 from lmpool.errors import ServerRefused
 from lmpool.keys import GROUP, ShardKeys
+from lmpool.liveness import living
 from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
+from lmpool.worker.control_redis import PatientRedis
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.homes import Homes
 from lmpool.worker.mending import mend
@@ -136,6 +142,64 @@ def test_who_asks_is_told_what_its_user_may_not_do(
             lm.sync.batch_next_token_logprobs([[2, number] for number in range(9)], timeout=30)
         narrow()
         lm.sync.next_token_logprobs([3], timeout=30)
+
+
+def test_nobody_is_taken_for_dead_whom_a_user_may_not_see(
+    narrow: Callable[..., str], server: RealServer, pool_name: str
+) -> None:
+    with (
+        in_process_worker(server.url, pool_name),
+        lmpool.connect(narrow("xinfo"), pool_name) as lm,
+        pytest.raises(ServerRefused, match="does not permit this user"),
+    ):
+        lm.wait_for_workers_sync(timeout=30)
+
+
+@pytest.mark.parametrize("refusal", ["BUSY a script runs", "MASTERDOWN of a replica"])
+def test_nobody_is_taken_for_dead_while_the_server_says_nothing(
+    refusal: str, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch, admin: redis.Redis
+) -> None:
+    def refuse(*_: object) -> None:
+        raise redis.exceptions.ResponseError(refusal)
+
+    monkeypatch.setattr(admin, "xinfo_consumers", refuse)
+    with pytest.raises(redis.exceptions.ResponseError, match=refusal):
+        living(cast(Server, admin), shard)
+
+
+@pytest.mark.parametrize("command", ["zrangebyscore", "watch", "set"])
+def test_a_worker_that_may_not_see_to_control_jobs_says_so_once(
+    command: str,
+    narrow: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("lmpool.worker.control_redis.PATIENCE", 0.0)
+
+    async def look(server: PatientRedis) -> None:
+        """What arq does, in this order, for each job."""
+        await server.zrangebyscore("queue", float("-inf"), 1)
+        async with server.pipeline(transaction=True) as pipeline:
+            await pipeline.watch("arq:in-progress:x")
+        async with server.pipeline(transaction=True) as pipeline:
+            pipeline.get("arq:job:x")
+            pipeline.set("arq:job:x", b"its tokens")
+            await pipeline.execute()
+
+    async def look_often() -> None:
+        server = PatientRedis(ConnectionPool.from_url(narrow(), protocol=2))
+        for lacking in ((command,), (), (command,)):
+            narrow(*lacking)
+            await look(server)
+            await look(server)
+        await server.aclose(close_connection_pool=True)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(look_often())
+    told = [text for text in caplog.messages if "may not be answered" in text]
+    assert len(told) == 2, caplog.text
+    assert f"'{command}'" in told[0]
+    assert "its tokens" not in caplog.text
 
 
 @pytest.mark.parametrize("name", NAMES)
