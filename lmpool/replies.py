@@ -72,7 +72,8 @@ class Parser(_HiredisParser):
         if response.partition(" ")[0] in _OF_CLUSTERS:
             return redis.exceptions.ResponseError(response)
         if response.startswith(_IN_SCRIPTS):
-            return RefusedInScript(response.removeprefix("ERR ").partition(" script: ")[0])
+            words = response.removeprefix("ERR ").partition(" script: ")[0]
+            return RefusedInScript(f"{words} (ACL LOG says which)")
         return super().parse_error(response)  # type: ignore[no-untyped-call]
 
     def on_connect(self, connection: Any, **options: Any) -> None:
