@@ -11,6 +11,7 @@ import redis.exceptions
 from lmpool.commands import Server
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
+from lmpool.server import is_lost
 from lmpool.servers import Servers
 
 LIFE_MS: Final = 5000
@@ -23,10 +24,13 @@ away. Across a shorter gap no living worker's ends, as `BEAT_MS` + `GAP_MS` < `L
 
 
 def consumers(server: Server, shard: ShardKeys) -> list[str]:
-    """The names of a shard's consumers, alive or not."""
+    """The names of a shard's consumers, alive or not. Raises redis-py's exceptions, also of who may
+    not know."""
     try:
         found = server.xinfo_consumers(shard.stream().key, GROUP)
-    except redis.exceptions.ResponseError:
+    except redis.exceptions.ResponseError as error:
+        if is_lost(error) or isinstance(error, redis.exceptions.NoPermissionError):
+            raise
         return []  # no stream or no group yet
     return [consumer["name"].decode("utf-8", "replace") for consumer in found]
 

@@ -28,6 +28,14 @@ _OF_CLUSTERS: Final = frozenset(
 these words: here they are the same in all releases."""
 
 
+_IN_SCRIPTS: Final = ("ERR ACL failure in script", "ERR The user executing the script can't")
+"""How refusals of what a script's user may not do begin: as if they were about its arguments."""
+
+
+class RefusedInScript(redis.exceptions.NoPermissionError):
+    """The user may run the script, and not all that it does."""
+
+
 class ReplyTooLong(redis.exceptions.ConnectionError):
     """A reply was longer than `REPLY_BYTES`: it was not read to its end, its connection closed."""
 
@@ -63,6 +71,9 @@ class Parser(_HiredisParser):
         """A refusal, with all of the server's words where releases of redis-py differ."""
         if response.partition(" ")[0] in _OF_CLUSTERS:
             return redis.exceptions.ResponseError(response)
+        if response.startswith(_IN_SCRIPTS):
+            words = response.removeprefix("ERR ").partition(" script: ")[0]
+            return RefusedInScript(f"{words} (ACL LOG says which)")
         return super().parse_error(response)  # type: ignore[no-untyped-call]
 
     def on_connect(self, connection: Any, **options: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import redis.exceptions
 
 from lmpool.commands import Server, Value
+from lmpool.replies import RefusedInScript
 
 SHARED: Final = "access"
 """What every script begins with."""
@@ -50,7 +51,9 @@ class Script:
         except redis.exceptions.NoScriptError:
             try:
                 return server.eval(self.source, len(keys), *keys, *arguments)
-            except redis.exceptions.NoPermissionError:
+            except redis.exceptions.NoPermissionError as error:
+                if isinstance(error, RefusedInScript):
+                    raise
                 raise ScriptsMissing from None
 
     def load(self, server: Server) -> None:

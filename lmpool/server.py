@@ -237,8 +237,13 @@ def understood(url: str) -> Iterator[None]:
             raise senseless(url, error) from error
 
 
-def senseless(url: str, error: BaseException) -> ServerError:
+def senseless(url: str, error: BaseException) -> LmpoolError:
     """The error of an answer that could not be read: `error` is what that stumbled over."""
+    if isinstance(error, MemoryError):
+        return LmpoolError(
+            f"this process has no memory left for an answer ({said(error)}): ask for fewer at "
+            "once, or for less of each (top_logprobs, token_logprobs), or let go of rows"
+        )
     return ServerError(
         f"what came from {mask_url(url)} could not be read ({said(error)}): is that a "
         "Redis-compatible server, and the keys lmpool's? If so, it is a defect of lmpool's"

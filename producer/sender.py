@@ -106,6 +106,8 @@ class Sender:
         that was lost it tries itself."""
         self._ahead: ClaimAhead | None = None
         self._confirm_failed = -math.inf
+        self._refused = ""
+        """What the server refused last, as it was logged, until it serves again."""
 
     def run(self) -> None:
         """Serve until the client closes, then leave nothing behind on the server."""
@@ -148,6 +150,7 @@ class Sender:
             return lost_since
         if lost_since is not None:
             self._session.troubles.pop("server", None)
+            self._refused = ""
         return None
 
     def claim_ahead(self) -> Sequence[Flight]:
@@ -275,7 +278,11 @@ class Sender:
         session = self._session
         now, shown = time.monotonic(), mask_url(session.options.url)
         if not (is_lost(error) or is_full(error)):
-            session.fail_everything(_refusal(session.options.url, error))
+            refusal = _refusal(session.options.url, error)
+            if str(refusal) != self._refused:  # a gateway's callers are not to hear it
+                logger.warning("what is asked is refused: %s", refusal)
+                self._refused = str(refusal)
+            session.fail_everything(refusal)
             return now
         since = now if lost_since is None else lost_since
         session.troubles["server"] = now, _why(error)

@@ -54,7 +54,35 @@ class _ServerReport(Pipeline):
             return [{}, {}, {}, "?"]
 
 
-class _Transaction(Pipeline):
+class _Refusals:
+    """What the server refuses of what is asked again and again: told once, where it does not pass
+    by itself."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def took(self, command: str) -> None:
+        self._told.discard(command)
+
+    def refused(self, command: str, error: Exception) -> None:
+        logger.debug("arq's %s failed: %s", command, error)
+        if command not in self._told and not is_lost(error):
+            self._told.add(command)
+            logger.warning(
+                "adapters and other calls to every worker may not be answered: the server of their "
+                "jobs refused %s: %s",
+                *(command, error),
+            )
+
+
+class _OwnWords(Pipeline):
+    """A pipeline whose errors are the server's own words, as `OwnWordsPipeline`."""
+
+    def annotate_exception(self, exception: Exception, number: int, command: object) -> None:
+        """Leave it as it is: a job's tokens are not for a log."""
+
+
+class _Transaction(_OwnWords):
     """One MULTI of arq's: a job is taken, is begun, or has ended.
 
     One that is not taken is found again at the next look. One that has begun is read until the
@@ -66,18 +94,20 @@ class _Transaction(Pipeline):
         *given: Any,
         run: Callable[[Commands], Awaitable[list[Any]]],
         write: Callable[[Commands], None],
+        refusals: _Refusals,
     ) -> None:
         super().__init__(*given)
-        self._run, self._write = run, write
+        self._run, self._write, self._refusals = run, write, refusals
 
     async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
         """What arq asks before it takes a job; where that fails, as if another had taken it."""
         try:
             found = await super().immediate_execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            self._refusals.took(args[0])
             # Of a client whose clock is ahead: it is due.
             return min(found, timestamp_ms()) if args[0] == "ZSCORE" and found else found
         except (RedisError, OSError) as error:
-            logger.debug("arq's %s failed: %s", args[0], error)
+            self._refusals.refused(args[0], error)
             return None if args[0] == "ZSCORE" else True
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
@@ -112,6 +142,7 @@ class PatientRedis(ArqRedis):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
+        self._refusals = _Refusals()
         self._notes: set[asyncio.Task[list[Any]]] = set()
         """What is being written of jobs that have ended."""
 
@@ -119,7 +150,7 @@ class PatientRedis(ArqRedis):
         """As redis-py's; arq's only one that is no transaction is its report of the server."""
         given: Any = (self.connection_pool, self.response_callbacks, transaction, shard_hint)
         if transaction:
-            return _Transaction(*given, run=self._run, write=self._write)
+            return _Transaction(*given, run=self._run, write=self._write, refusals=self._refusals)
         return _ServerReport(*given)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -131,10 +162,11 @@ class PatientRedis(ArqRedis):
             args = (*args[:3], "+inf", *args[4:])
         try:
             answer = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            self._refusals.took(args[0])
         except (RedisError, OSError) as error:
             if args[0] not in self._NOTHING:
                 raise
-            logger.debug("arq's %s failed: %s", args[0], error)
+            self._refusals.refused(args[0], error)
             answer = self._NOTHING[args[0]]
         if args[0] == "ZRANGEBYSCORE":
             found = answer if type(answer) is list else []
@@ -170,13 +202,19 @@ class PatientRedis(ArqRedis):
         nothing = [None] * len(commands)
         deadline = time.monotonic() + PATIENCE
         while True:
-            pipeline: Any = super().pipeline(True)
+            given: Any = (self.connection_pool, self.response_callbacks, True, None)
+            pipeline = _OwnWords(*given)
             pipeline.command_stack = list(commands)
             try:
-                return list(await pipeline.execute())
+                found = list(await pipeline.execute())
+                self._refusals.took("MULTI")
+                return found
             except (RedisError, OSError) as error:
+                self._refusals.refused("MULTI", error)
                 if time.monotonic() >= deadline:
-                    logger.warning("a control job is given up, as the server is away: %s", error)
+                    logger.warning(
+                        "a control job is given up, as the server is away or refuses: %s", error
+                    )
                     return nothing
             except asyncio.CancelledError:
                 return nothing

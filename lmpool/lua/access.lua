@@ -9,11 +9,16 @@ local MAX_JOB_BYTES = 8388608
 -- Lanes of a shard at most (lmpool.model_info.MAX_LANES).
 local MAX_LANES = 1024
 
--- What was answered, or nil where the server refused. While a slot of a cluster is on its way, what
--- has left is not here, and nothing follows from that: the script ends.
+-- Refusals that say nothing of what a key holds: while a slot of a cluster is on its way, what has left is
+-- not here; and what this user may not do, others may.
+local NOT_OF_THE_KEY = {'non local key', 'ACL failure in script', "The user executing the script can't"}
+
+-- What was answered, or nil where the server refused. Where nothing follows from that the script ends.
 local function given(answer)
   if type(answer) == 'table' and answer['err'] then
-    if string.find(tostring(answer['err']), 'non local key', 1, true) then error(answer) end
+    for _, sign in ipairs(NOT_OF_THE_KEY) do
+      if string.find(tostring(answer['err']), sign, 1, true) then error(answer) end
+    end
     return nil
   end
   return answer
@@ -72,7 +77,7 @@ end
 -- that nobody has heard or that somebody follows is enough.
 local function call_idle(prefix, at_once)
   local wake = prefix .. ':wake'
-  if redis.pcall('XLEN', wake) == 0 then redis.pcall('XADD', wake, '*', 'at_once', at_once) end
+  if given(redis.pcall('XLEN', wake)) == 0 then redis.pcall('XADD', wake, '*', 'at_once', at_once) end
 end
 
 -- A flight is one string: the id of its job, how the job's stream is called, its deadline or nothing,
@@ -155,8 +160,8 @@ local FAR_AHEAD_MS = 1000 * 86400 * 366
 -- Whether a stream, as far as there is one, takes entries: false for a key of another type too. Then the
 -- last id that it has given.
 local function takes_entries(stream)
-  local info = redis.pcall('XINFO', 'STREAM', stream)
-  if info['err'] then return redis.call('EXISTS', stream) == 0 end
+  local info = given(redis.pcall('XINFO', 'STREAM', stream))
+  if not info then return redis.call('EXISTS', stream) == 0 end
   for f = 1, #info, 2 do
     if info[f] == 'last-generated-id' then
       local ms = tonumber(string.match(info[f + 1], '^(%d+)-'))

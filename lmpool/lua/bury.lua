@@ -10,6 +10,7 @@ redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[3])
 
 -- A stream of the dead that cannot be written must not keep the callers from being told.
 local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', unpack(ARGV, 9))
+given(kept) -- not one that others may write: it would be lost
 if digest ~= '' then
   local flight = prefix .. ':flight:' .. digest
   local job, _, _, waiting = read_flight(flight)

@@ -40,7 +40,7 @@ for i = 5, #ARGV do
 end
 -- Ids that the client has read may lie beyond: a server that was restored is younger than they are.
 local newest = ''
-local found = redis.pcall('XINFO', 'STREAM', reply)
+local found = given(redis.pcall('XINFO', 'STREAM', reply)) or {}
 for f = 1, #found, 2 do
   if found[f] == 'last-generated-id' then newest = found[f + 1] end
 end

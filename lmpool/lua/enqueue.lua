@@ -130,8 +130,8 @@ local function joined(n, job, lane, due, waiting, stream)
   if due ~= '' and (deadline == '' or tonumber(deadline) > tonumber(due)) then due = deadline end
   waiting = with_client(waiting, client)
   if promote and stream ~= wanted.key then
-    -- A group that is not there holds nothing: an error is as empty as an empty list.
-    if #redis.pcall('XPENDING', stream, group, job, job, 1) == 0
+    -- A group that is not there holds nothing.
+    if #(given(redis.pcall('XPENDING', stream, group, job, job, 1)) or {}) == 0
         and redis.pcall('XDEL', stream, job) == 1 then
       local id = given(redis.pcall('XADD', wanted.key, '*', 'job', ARGV[before + n]))
       if id then

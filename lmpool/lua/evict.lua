@@ -36,8 +36,8 @@ local firsts = {}
 local function first_of(client)
   local first = firsts[client]
   if first == nil then
-    local found = redis.pcall('XRANGE', prefix .. ':reply:' .. client, '-', '+', 'COUNT', 1)
-    first = not found['err'] and found[1] and found[1][1] or false
+    local found = given(redis.pcall('XRANGE', prefix .. ':reply:' .. client, '-', '+', 'COUNT', 1)) or {}
+    first = found[1] and found[1][1] or false
     firsts[client] = first
   end
   return first

@@ -21,7 +21,9 @@ local at = last + 1
 while at <= #ARGV do
   last = at + 1 + 2 * tonumber(ARGV[at + 1])
   if is_new(ARGV[at]) then
-    redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[3], '*', unpack(ARGV, at + 2, last))
+    local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[3], '*', unpack(ARGV, at + 2, last))
+    if type(kept) == 'table' and kept['err'] then redis.call('SREM', taken, ARGV[at]) end
+    given(kept)
   end
   at = last + 1
 end

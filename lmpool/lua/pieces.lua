@@ -9,8 +9,8 @@ local prefix, life = ARGV[1], ARGV[2]
 
 -- How many tokens are told. What no worker wrote, of another type or by other ids, is taken away.
 local function told(key)
-  local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  if not last['err'] then
+  local last = given(redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1))
+  if last then
     local upto = last[1] and string.match(last[1][1], '^0%-(%d+)$')
     if upto or not last[1] then return tonumber(upto or 0) end
   end

@@ -14,8 +14,8 @@ for place, item in ipairs(held) do
   local size = entry and size_of(entry[2]) or 0
   if size > MAX_JOB_BYTES then
     local reason = 'an entry of ' .. size .. ' bytes: at most ' .. MAX_JOB_BYTES .. ' are read'
-    redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[6], '*', 'job', '', 'reason', reason,
-      'deliveries', '0', 'worker', me)
+    given(redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[6], '*', 'job', '', 'reason', reason,
+      'deliveries', '0', 'worker', me))
     take_off(jobs, group, id)
     redis.pcall('HINCRBY', prefix .. ':counters', 'failed', 1)
     redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -462,7 +463,17 @@ def test_it_reads_what_comes_once_the_pool_is_known_until_the_client_closes(
     thread.end()
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (RuntimeError("a defect"), ServerError, "RuntimeError: a defect"),
+        (MemoryError("2 MiB"), LmpoolError, r"this process has no memory.*2 MiB\): ask for fewer"),
+    ],
+)
 def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
+    error: Exception,
+    kind: type[LmpoolError],
+    told: str,
     session: Session,
     collector: Collector,
     server: redis.Redis,
@@ -475,7 +486,7 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     def broken(*arguments: Any) -> int:
         if failures:
             failures.pop()
-            raise RuntimeError("a defect")
+            raise error
         return fetch(*arguments)
 
     monkeypatch.setattr(collector._answers, "fetch", broken)
@@ -484,8 +495,8 @@ def test_a_defect_of_ours_leaves_nobody_waiting_and_the_next_is_served(
     answer(server, session, jobs)
     run()
     assert call.wait(60)
-    assert type(call.error) is ServerError
-    assert "RuntimeError: a defect" in str(call.error)
+    assert type(call.error) is kind
+    assert re.search(told, str(call.error))
     assert "the client's collector failed" in caplog.text
     others = jobs_of(some_prompts(3, start=30))
     call = waiting(session, others)

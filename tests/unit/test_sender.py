@@ -614,14 +614,30 @@ def test_a_server_that_refuses_for_long_is_named_with_its_reason(
     ids=["permission", "password", "no server's"],
 )
 def test_what_the_server_refuses_for_good_is_told_at_once(
-    error: Exception, said: str, session: Session, sender: Sender
+    error: Exception,
+    said: str,
+    session: Session,
+    sender: Sender,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also where it changed under a client, with what helps."""
+    """Also where it changed under a client, with what helps; and once to who reads the log."""
     session.closing = Flag()  # type: ignore[assignment]
     call = ask(session, jobs_of(some_prompts(2)))
-    sender._after_loss(error, None)
-    assert isinstance(call.error, ServerRefused)
-    assert said in str(call.error)
+
+    def refuse() -> None:
+        raise error
+
+    with caplog.at_level("WARNING"):
+        lost = sender._attempt(refuse, sender._after_loss(ConnectionError("gone"), None))
+        assert isinstance(call.error, ServerRefused)
+        assert said in str(call.error)
+        session.closing.waits.clear()  # type: ignore[attr-defined]
+        lost = sender._attempt(refuse, lost)
+        lost = sender._attempt(lambda: None, lost)
+        sender._attempt(refuse, lost)
+    told = [text for text in caplog.messages if text.startswith("what is asked is refused: ")]
+    assert len(told) == 2
+    assert said in told[0] == told[1]
     assert session.closing.waits == []  # type: ignore[attr-defined]
     other = ask(session, jobs_of(some_prompts(1, start=50)))
     (flight,) = session.table.take_unsent(1, CLAIM_BYTES, "interactive")

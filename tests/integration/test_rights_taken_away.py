@@ -1,0 +1,209 @@
+"""A user of the server that may not do all that its role needs: nothing is taken for damage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, cast
+
+import pytest
+import redis
+from redis.asyncio import ConnectionPool
+
+import lmpool
+from lmpool.commands import Server, Value
+from lmpool.errors import ServerRefused
+from lmpool.keys import GROUP, ShardKeys
+from lmpool.liveness import living
+from lmpool.scripts import script
+from lmpool.server import open_server
+from lmpool.servers import Servers
+from lmpool.worker.control_redis import PatientRedis
+from lmpool.worker.dead_letters import DeadLetters
+from lmpool.worker.homes import Homes
+from lmpool.worker.mending import mend
+from tests.support.clients import connected
+from tests.support.parts import info_of
+from tests.support.protocol import Caller, Consumer, new_job, shard_of_pool
+from tests.support.server import RealServer
+from tests.support.workers import in_process_worker
+from tests.unit.test_scripts import NAMES
+
+pytestmark = [pytest.mark.server, pytest.mark.one_server]
+
+JOBS = [new_job(number) for number in range(1, 5)]
+READS = ("EXISTS", "GET", "LEN", "MGET", "RANGE", "CARD", "COUNT", "XPENDING", "XINFO", "TTL")
+
+
+@pytest.fixture(scope="module")
+def server(server_binary: str) -> Iterator[RealServer]:
+    with RealServer(binary=server_binary) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(server: RealServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def narrow(server: RealServer, admin: redis.Redis) -> Callable[..., str]:
+    """The URL of a user that may do all but these commands."""
+
+    def without(*commands: str) -> str:
+        lacks = [f"-{command}" for command in commands]
+        admin.execute_command(
+            "ACL", "SETUSER", "narrow", "reset", "on", ">pw", "~*", "+@all", *lacks
+        )
+        return server.url.replace("unix://", "unix://narrow:pw@")
+
+    return without
+
+
+@pytest.fixture
+def shard(admin: redis.Redis, pool_name: str) -> ShardKeys:
+    """One with jobs that wait, and one that a worker has, and all that workers keep for long."""
+    shard = shard_of_pool(pool_name)
+    worker = Consumer(admin, shard)
+    Caller(admin, shard).enqueue(*JOBS)
+    worker.read(1)
+    admin.xadd(shard.dead, {"job": "x", "reason": "by hand"})
+    admin.xadd(shard.account, {"held": "1", "bytes": "1", "life": "1", "digests": ""})
+    admin.hset(shard.adapters, "a", "b")
+    admin.hset(shard.counters, "computed", "1")
+    admin.zadd(shard.waiting, {"0": 1})
+    return shard
+
+
+def held(admin: redis.Redis) -> dict[bytes, Any]:
+    return {key: admin.dump(key) for key in admin.scan_iter(count=1000)}
+
+
+@pytest.mark.parametrize("command", ["xinfo", "zcard", "zcount", "hlen", "hgetall", "hget"])
+def test_a_worker_takes_nothing_for_damaged_that_it_may_not_look_at(
+    command: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+) -> None:
+    before = held(admin)
+    with (
+        closing(Servers.of_url(narrow(command))) as servers,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        mend(servers, [shard], info_of(1), Homes([shard], "me"), {shard.prefix})
+    assert held(admin) == before
+
+
+def test_a_job_is_not_given_up_by_who_may_keep_no_dead(
+    narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+) -> None:
+    stream, job = shard.stream(), JOBS[0]
+    pending: Any = admin.xpending_range(stream.key, GROUP, "-", "+", 9)
+    (entry,) = [item["message_id"] for item in pending]
+    before = held(admin)
+    with (
+        closing(Servers.of_url(narrow("xadd"))) as servers,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        DeadLetters(servers, "me").give_up(stream, entry, b"data", job, 2, "other")
+    assert held(admin) == before
+
+
+def test_what_was_not_taken_over_is_taken_over_later(
+    narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+) -> None:
+    keys = [shard.inherited, shard.counters, shard.dead]
+    arguments: list[Value] = [60_000, 60_000, 10, "", 0, "1-1", 2, "job", "x", "reason", "y"]
+    for lacking in ("xadd", "sort"):
+        with closing(open_server(narrow(lacking))) as server:
+            try:
+                script("inherit")(server, keys, arguments)
+            except redis.exceptions.NoPermissionError:
+                assert lacking == "xadd"
+    dead: Any = admin.xrange(shard.dead)
+    assert [fields[b"reason"] for _, fields in dead] == [b"by hand", b"y"]
+
+
+@pytest.mark.parametrize("command", ["xlen", "xadd", "exists", "mget", "set"])
+def test_who_asks_is_told_what_its_user_may_not_do(
+    command: str,
+    narrow: Callable[..., str],
+    server: RealServer,
+    admin: redis.Redis,
+    pool_name: str,
+) -> None:
+    with in_process_worker(server.url, pool_name), connected(narrow(), pool_name) as lm:
+        lm.sync.next_token_logprobs([1])
+        narrow(command)
+        with pytest.raises(ServerRefused, match=r"does not permit this user.*ACL LOG.*users\.acl"):
+            lm.sync.batch_next_token_logprobs([[2, number] for number in range(9)], timeout=30)
+        narrow()
+        lm.sync.next_token_logprobs([3], timeout=30)
+
+
+def test_nobody_is_taken_for_dead_whom_a_user_may_not_see(
+    narrow: Callable[..., str], server: RealServer, pool_name: str
+) -> None:
+    with (
+        in_process_worker(server.url, pool_name),
+        lmpool.connect(narrow("xinfo"), pool_name) as lm,
+        pytest.raises(ServerRefused, match="does not permit this user"),
+    ):
+        lm.wait_for_workers_sync(timeout=30)
+
+
+@pytest.mark.parametrize("refusal", ["BUSY a script runs", "MASTERDOWN of a replica"])
+def test_nobody_is_taken_for_dead_while_the_server_says_nothing(
+    refusal: str, shard: ShardKeys, monkeypatch: pytest.MonkeyPatch, admin: redis.Redis
+) -> None:
+    def refuse(*_: object) -> None:
+        raise redis.exceptions.ResponseError(refusal)
+
+    monkeypatch.setattr(admin, "xinfo_consumers", refuse)
+    with pytest.raises(redis.exceptions.ResponseError, match=refusal):
+        living(cast(Server, admin), shard)
+
+
+@pytest.mark.parametrize("command", ["zrangebyscore", "watch", "set"])
+def test_a_worker_that_may_not_see_to_control_jobs_says_so_once(
+    command: str,
+    narrow: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("lmpool.worker.control_redis.PATIENCE", 0.0)
+
+    async def look(server: PatientRedis) -> None:
+        """What arq does, in this order, for each job."""
+        await server.zrangebyscore("queue", float("-inf"), 1)
+        async with server.pipeline(transaction=True) as pipeline:
+            await pipeline.watch("arq:in-progress:x")
+        async with server.pipeline(transaction=True) as pipeline:
+            pipeline.get("arq:job:x")
+            pipeline.set("arq:job:x", b"its tokens")
+            await pipeline.execute()
+
+    async def look_often() -> None:
+        server = PatientRedis(ConnectionPool.from_url(narrow(), protocol=2))
+        for lacking in ((command,), (), (command,)):
+            narrow(*lacking)
+            await look(server)
+            await look(server)
+        await server.aclose(close_connection_pool=True)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(look_often())
+    told = [text for text in caplog.messages if "may not be answered" in text]
+    assert len(told) == 2, caplog.text
+    assert f"'{command}'" in told[0]
+    assert "its tokens" not in caplog.text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_script_reads_in_vain_is_looked_at_with_care(name: str) -> None:
+    found = re.findall(r"(given\()?redis\.pcall\('([A-Z]+)'", script(name).source)
+    assert found
+    assert not [command for given, command in found if command.endswith(READS) and not given]
