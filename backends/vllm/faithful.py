@@ -105,6 +105,9 @@ _BY_HEAD: Final = frozenset(
 )
 """Those whose queries come to rotary positions by head, which the kernel for CPUs rotates wrong."""
 
+_ON_GPUS: Final = frozenset({"JambaForCausalLM", "MambaForCausalLM"})
+"""Those of vLLM's own whose layers have no kernel for CPUs: their first prompt would end it."""
+
 _STATES: Final = ("mamba_d_state", "ssm_state_size", "state_size")
 """Where families say how large the recurrent states of their Mamba layers are."""
 
@@ -191,6 +194,9 @@ def bind(config: Any, *, on_cpu: bool) -> None:
 
     Raises `SettingsError` for one that it computes otherwise, whatever it is told.
     """
+    for name in _ON_GPUS.intersection(config.model_config.hf_config.architectures or ()):
+        if on_cpu:
+            raise SettingsError(f"vLLM's {name} runs on GPUs alone; serve it with another engine")
     for reason in _otherwise(config.model_config, on_cpu=on_cpu):
         raise SettingsError(f"{reason}: rows would be others; serve it with another engine")
     operations = config.compilation_config.custom_ops

@@ -382,6 +382,9 @@ def test_what_vllm_does_not_heed_is_refused_and_nothing_else():
         return compilation.custom_ops
 
     assert told("LlamaForCausalLM") == ["all", "+rotary_embedding"]
+    told("MambaForCausalLM")
+    with pytest.raises(SettingsError, match=r"MambaForCausalLM runs on GPUs alone; .* another"):
+        told("MambaForCausalLM", on_cpu=True)
     assert told("LlamaForCausalLM", on_cpu=True) == ["all", "-rotary_embedding"]
     for names, way in ((BY_TRANSFORMERS, "by_transformers"), (ON_CPU, "on_cpu")):
         for name, reason in names.items():
