@@ -26,6 +26,7 @@ OVERFULL: Final = 0.97
 """Of maxmemory: workers keep a sixteenth free at least, as far as it is theirs."""
 ROWS_ENOUGH: Final = 2_000
 CONNECTIONS_LEFT: Final = 50
+_REFUSALS_SHOWN: Final = 5
 MANY_WAIT: Final = 32
 """Waiting jobs from which it is told that most of them are in one lane."""
 MANY_TOKENS: Final = 10_000
@@ -75,7 +76,7 @@ class Facts:
     clock_offset: float
     """Seconds by which the server's clock is ahead of this machine's."""
     refused: Sequence[str] = ()
-    """What the server answered to commands that clients and workers need and this user may not."""
+    """Commands that clients need and this user may not, with what the server says of them."""
     pool: str = "default"
     model: ModelInfo | None = None
     """What the pool serves; None where there is no such pool."""
@@ -112,12 +113,15 @@ def check_server(facts: Facts) -> Iterator[Finding]:
             "connect to its primary, "
             f"{facts.info.get('master_host')}:{facts.info.get('master_port')}",
         )
-    for reason in facts.refused:
+    if facts.refused:
+        more = len(facts.refused) - _REFUSALS_SHOWN
+        shown = "; ".join(facts.refused[:_REFUSALS_SHOWN])
         yield Finding(
             "wrong",
-            f"this user is not allowed what clients and workers do: {reason}",
-            "ACL SETUSER <user> +@read +@write +@stream +@scripting +@connection +info +time "
-            "%RW~lmpool:* %RW~{lmpool:*",
+            f"this user is not allowed what clients do: {shown}"
+            + (f"; and {more} more" if more > 0 else ""),
+            "ACL SETUSER <user> +@read +@write +@stream +@scripting +@transaction +@connection "
+            "+info +time %RW~lmpool:* %RW~{lmpool:*, or a user of deploy/redis/users.acl",
         )
 
 

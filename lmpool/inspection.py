@@ -28,7 +28,6 @@ import redis.exceptions
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
-    NoScriptError,
     RedisError,
     ResponseError,
 )
@@ -43,7 +42,9 @@ from lmpool.errors import LmpoolError, ServerRefused
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
+from lmpool.permissions import not_permitted
 from lmpool.producer import connect
+from lmpool.producer.session import client_id
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
 from lmpool.server import get_string, greet, is_lost, refuse_node, understood
 from lmpool.server_url import mask_url
@@ -158,7 +159,7 @@ def read_facts(url: str | None = None, pool: str | None = None) -> Facts:
     options = ClientOptions(url=url, pool=pool)
     with _connections(options.url) as servers, understood(options.url):
         servers.anywhere.ping()
-        facts = _server_facts(servers.anywhere, options.url)
+        facts = _server_facts(servers.anywhere, options.url, options)
         refuse_node(facts.info, options.url)
         return _with_pool(servers, facts, options.pool)[0]
 
@@ -174,7 +175,7 @@ def read_cluster(url: str | None = None, pool: str | None = None) -> ClusterFact
     with _connections(options.url) as servers, understood(options.url):
         assert isinstance(servers, ClusterServers)
         nodes, owners = _layout(servers)
-        found = [_examined(servers, node) for node in nodes]
+        found = [_examined(servers, options, node) for node in nodes]
         bare = Facts(options.url, {}, None, (0.0,), 0.0)
         facts, away = _with_pool(servers, bare, options.pool)
         return ClusterFacts(facts, found, owners, away)
@@ -258,14 +259,14 @@ def _word(said: bytes | None) -> str:
     return (said or b"").decode("utf-8", "replace")
 
 
-def _examined(servers: ClusterServers, node: ClusterNode) -> ClusterNode:
+def _examined(servers: ClusterServers, options: ClientOptions, node: ClusterNode) -> ClusterNode:
     """A node with what it says of itself, or why it does not."""
     host, _, port = node.address.rpartition(":")
     address: Address = (host.strip("[]"), int(port))
     try:
         server = servers.at(address)
         server.ping()
-        facts = _server_facts(server, f"redis://{node.address}")
+        facts = _server_facts(server, f"redis://{node.address}", options)
         members = _members(server)
         return replace(
             node,
@@ -307,7 +308,7 @@ def _connections(url: str) -> Iterator[Servers]:
         servers.close()
 
 
-def _server_facts(server: Server, url: str) -> Facts:
+def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
     info: dict[str, Any] = {}
     for section in ("server", "memory", "persistence", "replication", "clients"):
         try:
@@ -318,20 +319,14 @@ def _server_facts(server: Server, url: str) -> Facts:
         config: dict[str, str] | None = server.config_get("*")
     except ResponseError:  # forbidden, or renamed by who runs it
         config = None
-    refused = []
-    try:
-        server.evalsha("0" * 40, 0)
-    except NoScriptError:
-        pass  # which says that it may
-    except ResponseError as error:
-        refused.append(str(error))
+    refused = not_permitted(server, options.pool, client_id(options.url))
     offset = 0.0
     try:
         before = time.time()
         seconds, microseconds = server.time()
         offset = seconds + microseconds / 1e6 - (before + time.time()) / 2
-    except ResponseError as error:
-        refused.append(str(error))
+    except ResponseError:
+        pass  # as it is not permitted
     cores = os.cpu_count() if _is_here(server, info) else None
     return Facts(url, info, config, measure_latency(server), offset, refused, cores=cores)
 
@@ -348,7 +343,14 @@ def _with_pool(servers: Servers, facts: Facts, pool: str) -> tuple[Facts, list[i
     """The server's facts and those of a pool, all its shards together, but for those of a cluster
     that do not answer, whose numbers these are."""
     facts = replace(facts, pool=pool)
-    keys = PoolKeys(pool)
+    try:
+        return _with_pool_seen(servers, facts, PoolKeys(pool))
+    except NoPermissionError as error:
+        return replace(facts, model_error=f"pool {pool!r} is not for this user: {error}"), []
+
+
+def _with_pool_seen(servers: Servers, facts: Facts, keys: PoolKeys) -> tuple[Facts, list[int]]:
+    pool = keys.pool
     try:
         try:
             packed = get_string(servers.for_key(keys.info), keys.info)

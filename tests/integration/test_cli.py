@@ -326,7 +326,7 @@ def test_the_doctor_examines_a_server_that_tells_little(pool_name: str, server_b
     with RealServer() as server, in_process_worker(server.url, pool_name):
         with server.client() as client:
             client.execute_command(
-                "ACL SETUSER narrow on >secret ~* +@read +@write +@connection "
+                "ACL SETUSER narrow on >secret ~* +@read +@write +@connection +@transaction "
                 "-info -config -eval -evalsha"
             )
         url = server.url.replace("unix://", "unix://narrow:secret@")
