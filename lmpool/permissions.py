@@ -7,9 +7,9 @@ from typing import Final
 
 from redis.exceptions import NoPermissionError, ResponseError
 
-from lmpool.cluster import SlotRefused
 from lmpool.commands import Server
 from lmpool.keys import GROUP, PoolKeys
+from lmpool.server import SlotRefused
 
 _NO_MODEL: Final = "00000000"
 _NO_SCRIPT: Final = "0" * 40
