@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from lmpool.errors import SettingsError
+
 # mlx comes without types.
 mx: Any = importlib.import_module("mlx.core")
 
@@ -117,14 +119,22 @@ def _gpt_oss_experts(weights: _Weights, said: _Said) -> _Weights:
 
 
 def _multiplied_falcon(weights: _Weights, said: _Said) -> _Weights:
-    """What mlx-lm forgets as it multiplies the weights of a Falcon-H1, which has been done where
-    those of convolutions are turned."""
+    """What mlx-lm forgets as it multiplies the weights of a Falcon-H1.
+
+    Raises `SettingsError` for weights whose convolutions are turned: others were multiplied then,
+    and whether these were nothing tells.
+    """
+    keys, values = said.get("key_multiplier", 1), said.get("attention_in_multiplier", 1)
     conv = weights.get("model.layers.0.mamba.conv1d.weight")
-    if conv is None or conv.shape[-1] <= conv.shape[1]:
+    if conv is None or (keys == values == 1):
         return weights
-    keys = said.get("key_multiplier", 1)
-    names = {"k_proj.weight": keys, "k_proj.bias": keys}
-    names["v_proj.weight"] = said.get("attention_in_multiplier", 1)
+    if conv.shape[-1] <= conv.shape[1]:
+        raise SettingsError(
+            f"these weights were converted by mlx-lm, which leaves out key_multiplier={keys!r} and "
+            f"attention_in_multiplier={values!r} of config.json: rows would be others; take the "
+            "model as it is on the hub"
+        )
+    names = {"k_proj.weight": keys, "k_proj.bias": keys, "v_proj.weight": values}
     found = {**weights}
     for name in weights:
         factor = names.get(".".join(name.split(".")[-2:]))

@@ -166,7 +166,8 @@ def check(model: torch.nn.Module, text: Any, said: Mapping[str, Any]) -> None:
     own = {field: getattr(text, field, None) for field in others}
     wrong = [f"{f}={v!r}" for f, v in own.items() if not _is_same(v, others[f], text)]
     why = f"computes otherwise for {', '.join(wrong)} of config.json" if wrong else ""
-    if not why and _has_bias(model):
+    # Where the model has none, SGLang's may be of memory that nothing was loaded into.
+    if not why and getattr(text, "lm_head_bias", True) and _has_bias(model):
         why = "leaves out the bias of the model's head (lm_head.bias)"
     if not why and not _places_alike(model, said):
         rope = said.get("rope_scaling") or said.get("rope_parameters")
@@ -240,7 +241,11 @@ def _known(said: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, float]]:
     except Exception:  # each family has errors of its own for what it cannot be made of
         return
     if len(kinds) == 1:
-        yield from _speeds(kinds[0])
+        rope = getattr(text, "rope_parameters", None) or {}
+        for speeds, scale in _speeds(kinds[0]):
+            # PhiMoE scales by this as it computes, which its module does not keep.
+            own = rope.get("short_mscale", scale) if text.model_type == "phimoe" else scale
+            yield speeds, own
 
 
 def _speeds(module: torch.nn.Module) -> Iterator[tuple[torch.Tensor, float]]:

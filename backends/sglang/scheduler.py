@@ -245,8 +245,15 @@ class SGLangScheduler:
         """Raise `SettingsError` where the model is not computed as transformers has it."""
         given = self._given.get("text_config", {})
         given = given if isinstance(given, dict) else {}
+        said = {**config.config, **self._given, **given}
+        # SGLang lays these over what is there, whichever of the two names it has.
+        names = ("rope_scaling", "rope_parameters")
+        theirs = next((self._given[name] for name in names if self._given.get(name)), None)
+        before: Any = next((config.config[name] for name in names if config.config.get(name)), {})
+        if isinstance(theirs, dict) and isinstance(before, dict) and not given:
+            said |= {"rope_parameters": {**before, **theirs}, "rope_scaling": None}
         text = self._scheduler.model_config.hf_text_config
-        check(self._runner.model, text, {**config.config, **self._given, **given})
+        check(self._runner.model, text, said)
 
     @property
     def longest_prompt(self) -> int:

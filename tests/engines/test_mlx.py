@@ -685,3 +685,12 @@ def test_special_tokens_vocabulary_and_identity(llama: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SettingsError):
         MLXEngine(str(tmp_path))
+
+
+def test_falcon_h1_of_a_conversion_that_forgot_multipliers_is_refused() -> None:
+    from lmpool.backends.mlx.families import mx, taken
+
+    turned = {"model.layers.0.mamba.conv1d.weight": mx.zeros((8, 4, 1))}
+    assert taken("falcon_h1", turned, {"key_multiplier": 1.0}) == turned
+    with pytest.raises(SettingsError, match=r"key_multiplier=0\.3 .*as it is on the hub"):
+        taken("falcon_h1", turned, _MULTIPLIERS)

@@ -427,14 +427,17 @@ def test_positions_that_are_scaled(own: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_positions_that_a_user_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_positions_that_a_user_scales(name: str, tmp_path: Path) -> None:
     """What is laid over config.json is the model's, to which SGLang's is compared."""
     rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, **_ORIGINAL}
-    plain = save_model(tmp_path / "plain", "llama", hidden=128)
+    own = {"rope_type": "default", "rope_theta": 500.0}
+    plain = save_model(tmp_path / "plain", "llama", hidden=128, rope_parameters=own)
     scaled = save_model(tmp_path / "scaled", "llama", hidden=128, rope_parameters=rope)
     prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 80)]
     expected = Reference(scaled).rows(prompts)
-    given = {"json_model_override_args": json.dumps({"rope_parameters": rope})}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    given = {"json_model_override_args": json.dumps({name: scaling})}
     with closing(SGLangEngine(plain, server_args=given)) as engine:
         assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
 
