@@ -18,10 +18,10 @@ from arq.connections import ArqRedis
 from arq.utils import timestamp_ms
 from arq.worker import Worker
 from redis.asyncio.client import Pipeline
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 
 from lmpool.errors import LmpoolError
-from lmpool.server import is_lost, understood
+from lmpool.server import is_full, is_lost, understood
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class _Refusals:
 
     def refused(self, command: str, error: Exception) -> None:
         logger.debug("arq's %s failed: %s", command, error)
-        if command not in self._told and not is_lost(error):
+        # A connection that is lost while a key is watched is a WatchError in redis-py.
+        passes = is_lost(error) or is_full(error) or isinstance(error, WatchError)
+        if command not in self._told and not passes:
             self._told.add(command)
             logger.warning(
                 "adapters and other calls to every worker may not be answered: the server of their "

@@ -203,6 +203,32 @@ def test_a_worker_that_may_not_see_to_control_jobs_says_so_once(
     assert "its tokens" not in caplog.text
 
 
+def test_what_passes_by_itself_is_no_refusal_of_control_jobs(
+    narrow: Callable[..., str], admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that is lost while a key is watched, and a full memory."""
+
+    async def look() -> None:
+        server = PatientRedis(ConnectionPool.from_url(narrow(), protocol=2))
+        async with server.pipeline(transaction=True) as pipeline:
+            await pipeline.watch("arq:in-progress:x")
+            assert admin.execute_command("CLIENT", "KILL", "USER", "narrow") >= 1
+            assert await pipeline.exists("arq:in-progress:x")
+        admin.config_set("maxmemory", 1)
+        try:
+            assert await server.psetex("health", 1000, b"x") is None
+        finally:
+            admin.config_set("maxmemory", 0)
+        await server.aclose(close_connection_pool=True)
+
+    with caplog.at_level(logging.DEBUG, "lmpool.worker.control_redis"):
+        asyncio.run(look())
+    records = [record for record in caplog.records if record.name.endswith("control_redis")]
+    assert [record.levelname for record in records] == ["DEBUG"] * 2, caplog.text
+    assert "arq's EXISTS failed" in records[0].message
+    assert "arq's PSETEX failed" in records[1].message
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_script_reads_in_vain_is_looked_at_with_care(name: str) -> None:
     found = re.findall(r"(given\()?redis\.pcall\('([A-Z]+)'", script(name).source)
