@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import ssl
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ these words: here they are the same in all releases."""
 
 _IN_SCRIPTS: Final = ("ERR ACL failure in script", "ERR The user executing the script can't")
 """How refusals of what a script's user may not do begin: as if they were about its arguments."""
+_PLACE: Final = re.compile(r" script: [^:]*on @user_script:\d+\.?$")
+"""How they end, in Redis with the script's hash, in Valkey without."""
 
 
 class RefusedInScript(redis.exceptions.NoPermissionError):
@@ -72,8 +75,8 @@ class Parser(_HiredisParser):
         if response.partition(" ")[0] in _OF_CLUSTERS:
             return redis.exceptions.ResponseError(response)
         if response.startswith(_IN_SCRIPTS):
-            words = response.removeprefix("ERR ").partition(" script: ")[0]
-            return RefusedInScript(f"{words} (ACL LOG says which)")
+            words = _PLACE.sub("", response.removeprefix("ERR "))
+            return RefusedInScript(words if " the '" in words else f"{words} (ACL LOG says which)")
         return super().parse_error(response)  # type: ignore[no-untyped-call]
 
     def on_connect(self, connection: Any, **options: Any) -> None:

@@ -237,10 +237,10 @@ def understood(url: str) -> Iterator[None]:
             raise senseless(url, error) from error
 
 
-def senseless(url: str, error: BaseException) -> LmpoolError:
+def senseless(url: str, error: BaseException) -> ServerError:
     """The error of an answer that could not be read: `error` is what that stumbled over."""
     if isinstance(error, MemoryError):
-        return LmpoolError(
+        return ServerError(
             f"this process has no memory left for an answer ({said(error)}): ask for fewer at "
             "once, or for less of each (top_logprobs, token_logprobs), or let go of rows"
         )

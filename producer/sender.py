@@ -78,6 +78,8 @@ TASK_PAUSE: Final = 0.1
 _AWAY: Final = b"away"
 """Told apart by what it is, not by what it holds: an info that was damaged may be empty."""
 CHECK_MOST: Final = 500
+REFUSAL_AGAIN: Final = 60.0
+"""Seconds after which a refusal that lasts is logged again."""
 
 
 class Sender:
@@ -106,8 +108,9 @@ class Sender:
         that was lost it tries itself."""
         self._ahead: ClaimAhead | None = None
         self._confirm_failed = -math.inf
-        self._refused = ""
-        """What the server refused last, as it was logged, until it serves again."""
+        self._refused = "", -math.inf
+        """What the server refused last, and when that was logged. What it permits, as to withdraw
+        what it refused, says nothing of it."""
 
     def run(self) -> None:
         """Serve until the client closes, then leave nothing behind on the server."""
@@ -150,7 +153,6 @@ class Sender:
             return lost_since
         if lost_since is not None:
             self._session.troubles.pop("server", None)
-            self._refused = ""
         return None
 
     def claim_ahead(self) -> Sequence[Flight]:
@@ -279,9 +281,11 @@ class Sender:
         now, shown = time.monotonic(), mask_url(session.options.url)
         if not (is_lost(error) or is_full(error)):
             refusal = _refusal(session.options.url, error)
-            if str(refusal) != self._refused:  # a gateway's callers are not to hear it
+            words, logged = self._refused
+            if str(refusal) != words or now - logged >= REFUSAL_AGAIN:
+                # A gateway's callers are not to hear it.
                 logger.warning("what is asked is refused: %s", refusal)
-                self._refused = str(refusal)
+                self._refused = str(refusal), now
             session.fail_everything(refusal)
             return now
         since = now if lost_since is None else lost_since

@@ -18,10 +18,10 @@ from arq.connections import ArqRedis
 from arq.utils import timestamp_ms
 from arq.worker import Worker
 from redis.asyncio.client import Pipeline
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 
 from lmpool.errors import LmpoolError
-from lmpool.server import is_lost, understood
+from lmpool.server import is_full, is_lost, understood
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class _Refusals:
 
     def refused(self, command: str, error: Exception) -> None:
         logger.debug("arq's %s failed: %s", command, error)
-        if command not in self._told and not is_lost(error):
+        # A connection that is lost while a key is watched is a WatchError in redis-py.
+        passes = is_lost(error) or is_full(error) or isinstance(error, WatchError)
+        if command not in self._told and not passes:
             self._told.add(command)
             logger.warning(
                 "adapters and other calls to every worker may not be answered: the server of their "
@@ -112,9 +114,16 @@ class _Transaction(_OwnWords):
 
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
         """Where it took a job it raises redis-py's exceptions, a `WatchError` for a lost server."""
-        if self.watching:
-            return await super().execute(raise_on_error)
         commands = list(self.command_stack)
+        if self.watching:
+            asked = _asked(commands)
+            try:
+                found = await super().execute(raise_on_error)
+            except (RedisError, OSError) as error:
+                self._refusals.refused(asked, error)  # arq takes it for another's job
+                raise
+            self._refusals.took(asked)
+            return found
         await self.reset()
         if any(words[0] == "GET" for words, _ in commands):
             return await self._run(commands)
@@ -199,7 +208,7 @@ class PatientRedis(ArqRedis):
         Nothings after that, and when its job is told to stop: which arq takes for one that has
         expired.
         """
-        nothing = [None] * len(commands)
+        nothing, asked = [None] * len(commands), _asked(commands)
         deadline = time.monotonic() + PATIENCE
         while True:
             given: Any = (self.connection_pool, self.response_callbacks, True, None)
@@ -207,10 +216,10 @@ class PatientRedis(ArqRedis):
             pipeline.command_stack = list(commands)
             try:
                 found = list(await pipeline.execute())
-                self._refusals.took("MULTI")
+                self._refusals.took(asked)
                 return found
             except (RedisError, OSError) as error:
-                self._refusals.refused("MULTI", error)
+                self._refusals.refused(asked, error)
                 if time.monotonic() >= deadline:
                     logger.warning(
                         "a control job is given up, as the server is away or refuses: %s", error
@@ -268,6 +277,11 @@ class CheckingRedis(ArqRedis):
         except LmpoolError as error:
             print(f"lmpool worker: {error}", file=sys.stderr)
             raise SystemExit(self._failed) from None
+
+
+def _asked(commands: Commands) -> str:
+    """What a transaction asks: another kind may be permitted where it is refused."""
+    return " ".join(["MULTI of", *(str(words[0]) for words, _ in commands)])
 
 
 def _is_job_of(queue: str, found: object) -> bool:

@@ -171,7 +171,11 @@ class Heartbeat:
                     on_damage(damaged)
             except (redis.exceptions.RedisError, OSError) as error:
                 if not missed:
-                    logger.warning("the heartbeat could not be renewed: %s", error)
+                    logger.warning(
+                        "the heartbeat, or what is mended and counted with it, could not be "
+                        "written: %s",
+                        error,
+                    )
                 missed = True
 
 

@@ -138,7 +138,8 @@ def test_who_asks_is_told_what_its_user_may_not_do(
     with in_process_worker(server.url, pool_name), connected(narrow(), pool_name) as lm:
         lm.sync.next_token_logprobs([1])
         narrow(command)
-        with pytest.raises(ServerRefused, match=r"does not permit this user.*ACL LOG.*users\.acl"):
+        said = rf"does not permit this user.*('{command}' command|ACL LOG).*users\.acl"
+        with pytest.raises(ServerRefused, match=said):
             lm.sync.batch_next_token_logprobs([[2, number] for number in range(9)], timeout=30)
         narrow()
         lm.sync.next_token_logprobs([3], timeout=30)
@@ -167,10 +168,11 @@ def test_nobody_is_taken_for_dead_while_the_server_says_nothing(
         living(cast(Server, admin), shard)
 
 
-@pytest.mark.parametrize("command", ["zrangebyscore", "watch", "set"])
+@pytest.mark.parametrize("command", ["zrangebyscore", "watch", "multi", "exec", "get", "set"])
 def test_a_worker_that_may_not_see_to_control_jobs_says_so_once(
     command: str,
     narrow: Callable[..., str],
+    admin: redis.Redis,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -178,13 +180,29 @@ def test_a_worker_that_may_not_see_to_control_jobs_says_so_once(
 
     async def look(server: PatientRedis) -> None:
         """What arq does, in this order, for each job."""
+        admin.delete("arq:in-progress:x")
+        admin.zadd("queue", {"x": 1})
         await server.zrangebyscore("queue", float("-inf"), 1)
         async with server.pipeline(transaction=True) as pipeline:
             await pipeline.watch("arq:in-progress:x")
+            if await pipeline.exists("arq:in-progress:x"):
+                return
+            assert await pipeline.zscore("queue", "x") == 1
+            pipeline.multi()
+            pipeline.psetex("arq:in-progress:x", 60_000, b"1")
+            try:
+                await pipeline.execute()
+            except redis.exceptions.ResponseError:
+                return
         async with server.pipeline(transaction=True) as pipeline:
             pipeline.get("arq:job:x")
-            pipeline.set("arq:job:x", b"its tokens")
+            pipeline.incr("arq:retry:x")
             await pipeline.execute()
+        async with server.pipeline(transaction=True) as pipeline:
+            pipeline.delete("arq:in-progress:x")
+            pipeline.set("arq:result:x", b"its tokens")
+            assert await pipeline.execute() == []
+        await asyncio.gather(*server._notes)
 
     async def look_often() -> None:
         server = PatientRedis(ConnectionPool.from_url(narrow(), protocol=2))
@@ -198,8 +216,34 @@ def test_a_worker_that_may_not_see_to_control_jobs_says_so_once(
         asyncio.run(look_often())
     told = [text for text in caplog.messages if "may not be answered" in text]
     assert len(told) == 2, caplog.text
-    assert f"'{command}'" in told[0]
+    assert re.search(rf"'{command}'|refused {command.upper()}", told[0])
     assert "its tokens" not in caplog.text
+
+
+def test_what_passes_by_itself_is_no_refusal_of_control_jobs(
+    narrow: Callable[..., str], admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that is lost while a key is watched, and a full memory."""
+
+    async def look() -> None:
+        server = PatientRedis(ConnectionPool.from_url(narrow(), protocol=2))
+        async with server.pipeline(transaction=True) as pipeline:
+            await pipeline.watch("arq:in-progress:x")
+            assert admin.execute_command("CLIENT", "KILL", "USER", "narrow") >= 1
+            assert await pipeline.exists("arq:in-progress:x")
+        admin.config_set("maxmemory", 1)
+        try:
+            assert await server.psetex("health", 1000, b"x") is None
+        finally:
+            admin.config_set("maxmemory", 0)
+        await server.aclose(close_connection_pool=True)
+
+    with caplog.at_level(logging.DEBUG, "lmpool.worker.control_redis"):
+        asyncio.run(look())
+    records = [record for record in caplog.records if record.name.endswith("control_redis")]
+    assert [record.levelname for record in records] == ["DEBUG"] * 2, caplog.text
+    assert "arq's EXISTS failed" in records[0].message
+    assert "arq's PSETEX failed" in records[1].message
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -459,7 +459,29 @@ def test_a_beat_that_failed_is_said_once_and_tried_again_soon(
     with caplog.at_level(logging.WARNING):
         heartbeat.run(ended)
     assert ended.asked == [EVERY, EVERY, AGAIN, AGAIN, EVERY, EVERY, AGAIN, EVERY]
-    assert caplog.text.count("could not be renewed: gone") == 2
+    assert caplog.text.count("could not be written: gone") == 2
+
+
+def test_a_beat_is_not_said_to_be_missed_where_mending_alone_is_refused(
+    server: redis.Redis,
+    servers: Servers,
+    keys: PoolKeys,
+    shards: tuple[ShardKeys, ...],
+    clock: Time,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise redis.exceptions.NoPermissionError("no xinfo")
+
+    monkeypatch.setattr(heartbeat_module, "mend", refuse)
+    ended: Any = Ended(clock, [EVERY])
+    with caplog.at_level(logging.WARNING):
+        new(servers, keys).run(ended)
+    assert all(server.exists(shard.alive("me")) for shard in shards)
+    (said,) = caplog.messages
+    assert said.startswith("the heartbeat, or what is mended")
+    assert said.endswith(": no xinfo")
 
 
 def test_a_beat_says_since_when_there_was_no_gap(

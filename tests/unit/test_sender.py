@@ -620,7 +620,7 @@ def test_what_the_server_refuses_for_good_is_told_at_once(
     sender: Sender,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also where it changed under a client, with what helps; and once to who reads the log."""
+    """Also where it changed under a client, with what helps, and to who reads the log."""
     session.closing = Flag()  # type: ignore[assignment]
     call = ask(session, jobs_of(some_prompts(2)))
 
@@ -628,21 +628,58 @@ def test_what_the_server_refuses_for_good_is_told_at_once(
         raise error
 
     with caplog.at_level("WARNING"):
-        lost = sender._attempt(refuse, sender._after_loss(ConnectionError("gone"), None))
-        assert isinstance(call.error, ServerRefused)
-        assert said in str(call.error)
+        lost = sender._after_loss(ConnectionError("gone"), None)
         session.closing.waits.clear()  # type: ignore[attr-defined]
-        lost = sender._attempt(refuse, lost)
-        lost = sender._attempt(lambda: None, lost)
         sender._attempt(refuse, lost)
-    told = [text for text in caplog.messages if text.startswith("what is asked is refused: ")]
-    assert len(told) == 2
-    assert said in told[0] == told[1]
+    assert isinstance(call.error, ServerRefused)
+    assert said in str(call.error)
+    (told,) = [text for text in caplog.messages if text.startswith("what is asked is refused: ")]
+    assert said in told
     assert session.closing.waits == []  # type: ignore[attr-defined]
     other = ask(session, jobs_of(some_prompts(1, start=50)))
     (flight,) = session.table.take_unsent(1, CLAIM_BYTES, "interactive")
     sender._refuse(flight, error)  # type: ignore[arg-type]
     assert said in str(other.error)
+
+
+def test_a_refusal_that_lasts_is_logged_once_in_a_while(
+    session: Session,
+    sender: Sender,
+    clock: Time,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However many ask meanwhile, and though what they asked may be withdrawn."""
+    words = "no set"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise redis.exceptions.NoPermissionError(words)
+
+    monkeypatch.setattr(sender, "_claim_in", refuse)
+    lost: float | None = None
+
+    def refusals(callers: int) -> int:
+        """How many are logged for so many callers."""
+        nonlocal lost
+        caplog.clear()
+        for _ in range(callers):
+            call = ask(session, jobs_of(some_prompts(4)))
+            lost = sender._attempt(sender._serve, lost)
+            assert isinstance(call.error, ServerRefused)
+            assert session.table.withdrawn
+            lost = sender._attempt(sender._serve, lost)
+            assert lost is None
+            assert not session.table.withdrawn
+        return sum(text.startswith("what is asked is refused: ") for text in caplog.messages)
+
+    with caplog.at_level("WARNING"):
+        assert refusals(3) == 1
+        clock.now += sender_module.REFUSAL_AGAIN - 1
+        assert refusals(3) == 0
+        clock.now += 1
+        assert refusals(3) == 1
+        words = "no xadd"
+        assert refusals(3) == 1
 
 
 # --- tasks -------------------------------------------------------------------------------------

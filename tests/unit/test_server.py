@@ -11,6 +11,7 @@ import redis
 import lmpool
 from lmpool.clock import ServerClock, to_ms
 from lmpool.errors import ServerRefused, ServerTooOld, ServerUnreachable
+from lmpool.replies import Parser
 from lmpool.server import check_version, explained, greet, is_lost, open_server
 from tests.support.ports import free_port
 from tests.support.server import RealServer
@@ -296,6 +297,28 @@ def test_who_may_not_is_told_where_it_stands_who_may() -> None:
     said = r"may not\. Use a URL .*deploy/redis/users\.acl"
     with pytest.raises(ServerRefused, match=said), explained("redis://h"):
         raise E.NoPermissionError("this user may not")
+
+
+@pytest.mark.parametrize(
+    "place", [f"script: {'0f' * 20}, on @user_script:20.", "script: on @user_script:20."]
+)
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ("The user executing the script can't run this command or subcommand", True),
+        (
+            "ACL failure in script: User n has no permissions to run the 'xinfo|stream' command",
+            False,
+        ),
+        ("ACL failure in script: No permissions to access a key", True),
+    ],
+)
+def test_what_a_scripts_user_may_not_do_is_told_in_the_servers_words(
+    words: str, more: bool, place: str
+) -> None:
+    error = Parser.parse_error(f"ERR {words} {place}")
+    assert isinstance(error, redis.exceptions.NoPermissionError)
+    assert str(error) == words + " (ACL LOG says which)" * more
 
 
 def test_other_exceptions_pass() -> None:
