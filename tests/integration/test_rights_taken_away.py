@@ -97,15 +97,16 @@ def test_a_worker_takes_nothing_for_damaged_that_it_may_not_look_at(
     assert held(admin) == before
 
 
-def test_a_job_is_not_given_up_by_who_may_keep_no_dead(
-    narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+@pytest.mark.parametrize("command", ["xadd", "get"])
+def test_a_job_is_not_given_up_by_who_may_not_do_all_of_it(
+    command: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
 ) -> None:
     stream, job = shard.stream(), JOBS[0]
     pending: Any = admin.xpending_range(stream.key, GROUP, "-", "+", 9)
     (entry,) = [item["message_id"] for item in pending]
     before = held(admin)
     with (
-        closing(Servers.of_url(narrow("xadd"))) as servers,
+        closing(Servers.of_url(narrow(command))) as servers,
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
         DeadLetters(servers, "me").give_up(stream, entry, b"data", job, 2, "other")
