@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, cast
 
 import pytest
@@ -131,19 +131,43 @@ def test_what_is_done_is_not_undone_by_who_may_call_no_idle_worker(
     assert entry.decode() not in str(admin.xrange(worker.stream))
 
 
+@pytest.mark.parametrize("command", ["hincrby", "xadd", "sadd", "srem"])
 def test_what_was_not_taken_over_is_taken_over_later(
-    narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+    command: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
 ) -> None:
     keys = [shard.inherited, shard.counters, shard.dead]
-    arguments: list[Value] = [60_000, 60_000, 10, "", 0, "1-1", 2, "job", "x", "reason", "y"]
-    for lacking in ("xadd", "sort"):
-        with closing(open_server(narrow(lacking))) as server:
-            try:
+    letters: list[Value] = ["1-1", 1, "reason", "y", "2-1", 1, "reason", "z"]
+    arguments: list[Value] = [60_000, 60_000, 10, "counted", 1, "computed", 5, *letters]
+    with closing(open_server(narrow(command, "srem"))) as server:
+        for lacking in (command, command, "sort"):
+            narrow(lacking, "srem")
+            with suppress(redis.exceptions.NoPermissionError):
                 script("inherit")(server, keys, arguments)
-            except redis.exceptions.NoPermissionError:
-                assert lacking == "xadd"
     dead: Any = admin.xrange(shard.dead)
-    assert [fields[b"reason"] for _, fields in dead] == [b"by hand", b"y"]
+    assert [fields[b"reason"] for _, fields in dead] == [b"by hand", b"y", b"z"]
+    assert admin.hgetall(shard.counters) == {b"computed": b"6"}
+    assert 0 < int(cast(int, admin.pttl(shard.inherited))) <= 60_000
+
+
+@pytest.mark.parametrize("before", ["", "0-1"])
+def test_nothing_is_taken_over_into_a_full_memory(
+    before: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+) -> None:
+    keys = [shard.inherited, shard.counters, shard.dead]
+    arguments: list[Value] = [60_000, 60_000, 10, "counted", 1, "computed", 5, "1-1", 1, "a", "b"]
+    if before:
+        admin.sadd(shard.inherited, before)
+    there = held(admin)
+    admin.config_set("maxmemory", 1)
+    try:
+        with (
+            closing(open_server(narrow())) as server,
+            pytest.raises(redis.exceptions.ResponseError, match="maxmemory"),
+        ):
+            script("inherit")(server, keys, arguments)
+    finally:
+        admin.config_set("maxmemory", 0)
+    assert held(admin) == there
 
 
 @pytest.mark.parametrize("command", ["xlen", "xadd", "exists", "mget", "set"])
