@@ -131,6 +131,22 @@ def test_what_is_done_is_not_undone_by_who_may_call_no_idle_worker(
     assert entry.decode() not in str(admin.xrange(worker.stream))
 
 
+def test_a_job_stays_where_it_is_while_it_may_not_come_forward(
+    narrow: Callable[..., str], admin: redis.Redis, pool_name: str
+) -> None:
+    shard = shard_of_pool(pool_name)
+    Caller(admin, shard).enqueue(JOBS[0], priority="batch")
+    with closing(open_server(narrow())) as server:
+        caller = Caller(cast(redis.Redis, server), shard, "other")
+        caller.enqueue(JOBS[1])
+        before = {key: dump for key, dump in held(admin).items() if b":reply:" not in key}
+        narrow("xadd")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            caller.enqueue(JOBS[0])
+    after = {key: dump for key, dump in held(admin).items() if b":reply:" not in key}
+    assert after == before
+
+
 @pytest.mark.parametrize("command", ["hincrby", "xadd", "sadd", "srem"])
 def test_what_was_not_taken_over_is_taken_over_later(
     command: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
