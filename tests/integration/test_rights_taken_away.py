@@ -21,6 +21,7 @@ from lmpool.liveness import living
 from lmpool.scripts import script
 from lmpool.server import open_server
 from lmpool.servers import Servers
+from lmpool.wire import Job
 from lmpool.worker.control_redis import PatientRedis
 from lmpool.worker.dead_letters import DeadLetters
 from lmpool.worker.homes import Homes
@@ -111,6 +112,27 @@ def test_a_job_is_not_given_up_by_who_may_not_do_all_of_it(
     ):
         DeadLetters(servers, "me").give_up(stream, entry, b"data", job, 2, "other")
     assert held(admin) == before
+
+
+@pytest.mark.parametrize("stored", [(), JOBS[:1]])
+@pytest.mark.parametrize("command", ["mget", "xadd", "incrby"])
+def test_what_is_told_of_twice_is_counted_once(
+    command: str,
+    stored: list[Job],
+    narrow: Callable[..., str],
+    admin: redis.Redis,
+    shard: ShardKeys,
+) -> None:
+    worker = Consumer(admin, shard)
+    done = [(JOBS[0], worker.held()[0], "ok", "")]
+    with closing(open_server(narrow())) as server:
+        worker.server = cast(redis.Redis, server)
+        for lacking in (command, command, "sort"):
+            narrow(lacking)
+            with suppress(redis.exceptions.NoPermissionError):
+                worker.complete(done, [("computed", 1)], stored)
+                break
+    assert admin.hgetall(shard.counters) == {b"computed": b"2"}
 
 
 def test_what_is_done_is_not_undone_by_who_may_call_no_idle_worker(
