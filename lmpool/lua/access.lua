@@ -77,7 +77,8 @@ end
 -- that nobody has heard or that somebody follows is enough.
 local function call_idle(prefix, at_once)
   local wake = prefix .. ':wake'
-  if given(redis.pcall('XLEN', wake)) == 0 then redis.pcall('XADD', wake, '*', 'at_once', at_once) end
+  -- Refused, nobody is called: all else is done by now, and a script that ended would do it twice.
+  if redis.pcall('XLEN', wake) == 0 then redis.pcall('XADD', wake, '*', 'at_once', at_once) end
 end
 
 -- A flight is one string: the id of its job, how the job's stream is called, its deadline or nothing,

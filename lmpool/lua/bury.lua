@@ -8,19 +8,20 @@ local digest, id, status, text = ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 -- Redis lets a script go on that has begun to write, also where the memory is full: who waits is told.
 redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[3])
 
+-- Read before anything is kept: where that ends the script, whoever tries again would keep it again.
+local flight = prefix .. ':flight:' .. digest
+local job, _, waiting
+if digest ~= '' then job, _, _, waiting = read_flight(flight) end
+
 -- A stream of the dead that cannot be written must not keep the callers from being told.
 local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', unpack(ARGV, 9))
 given(kept) -- not one that others may write: it would be lost
-if digest ~= '' then
-  local flight = prefix .. ':flight:' .. digest
-  local job, _, _, waiting = read_flight(flight)
-  -- What happened to an old delivery says nothing about the job that is queued now.
-  if job == id then
-    for client in each_of(waiting) do
-      tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
-    end
-    redis.call('DEL', flight)
+-- What happened to an old delivery says nothing about the job that is queued now.
+if job == id then
+  for client in each_of(waiting) do
+    tell(prefix, client, 'digest', digest, 'status', status, 'error', text)
   end
+  redis.call('DEL', flight)
 end
 take_off(jobs, group, id)
 local counters = prefix .. ':counters'

@@ -10,12 +10,19 @@
 local account, prefix, group = KEYS[1], ARGV[1], ARGV[2]
 local stored, digests = tonumber(ARGV[4]), ARGV[6]
 local counters = prefix .. ':counters'
-local at = 8
-for _ = 1, math.min(tonumber(ARGV[7]), #ARGV) do -- whoever calls it: it comes to its end
-  redis.pcall('HINCRBY', counters, ARGV[at], ARGV[at + 1])
-  at = at + 2
+local behind_counters = 8 + 2 * math.min(tonumber(ARGV[7]), #ARGV) -- whoever calls it: it comes to its end
+local at = behind_counters
+
+-- Redis lets a script go on that has begun to write, also where the memory is full: who waits is told.
+local lasts = redis.pcall('PEXPIRE', counters, ARGV[3])
+
+-- Once all else is done: what ends the script has it called again, with the same counters.
+local function add_counters()
+  for c = 8, behind_counters - 1, 2 do
+    redis.pcall('HINCRBY', counters, ARGV[c], ARGV[c + 1])
+  end
+  if lasts ~= 1 then redis.pcall('PEXPIRE', counters, ARGV[3]) end
 end
-redis.pcall('PEXPIRE', counters, ARGV[3])
 
 -- Texts of digests that are ok, by the clients that wait for them, which are the same for most.
 local done, groups = {}, {}
@@ -143,7 +150,10 @@ for _, client in ipairs(clients) do
   end
 end
 
-if stored == 0 then return {acknowledged, 0} end
+if stored == 0 then
+  add_counters()
+  return {acknowledged, 0}
+end
 
 -- Each entry has the sum of all, itself included, and who was told where: until a client has taken
 -- that notice off its reply stream, it is about to read. The order of the fields counts: evict.lua.
@@ -167,4 +177,5 @@ if not held or held <= stored
 end
 -- By the end of its life all that this entry names has ended.
 if redis.call('PTTL', account) < life then redis.pcall('PEXPIRE', account, 2 * life) end
+add_counters()
 return {acknowledged, held}

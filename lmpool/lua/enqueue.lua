@@ -131,12 +131,14 @@ local function joined(n, job, lane, due, waiting, stream)
   waiting = with_client(waiting, client)
   if promote and stream ~= wanted.key then
     -- A group that is not there holds nothing.
-    if #(given(redis.pcall('XPENDING', stream, group, job, job, 1)) or {}) == 0
-        and redis.pcall('XDEL', stream, job) == 1 then
+    if #(given(redis.pcall('XPENDING', stream, group, job, job, 1)) or {}) == 0 then
+      -- Added first: where that is refused, it is still in the other.
       local id = given(redis.pcall('XADD', wanted.key, '*', 'job', ARGV[before + n]))
-      if id then
+      if id and redis.call('XDEL', stream, job) == 1 then
         job, lane = id, wanted.name
         note_added(wanted.key, id)
+      elseif id then
+        redis.call('XDEL', wanted.key, id)
       end
     end
   end

@@ -161,6 +161,36 @@ def test_a_job_runs_for_whoever_waits_longest(
     assert caller.flight(A)[b"deadline"] == expected
 
 
+def test_a_job_stays_where_it_is_while_the_stream_of_who_asks_next_takes_none(
+    caller: Caller, other: Caller, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(A, priority="batch")
+    first, batch = shard.stream().key, shard.stream("batch").key
+    redis_client.set(first, "no stream")
+    (waits,) = entries_of(redis_client, batch)
+    assert other.enqueue(A) == ("j", True)
+    assert entries_of(redis_client, batch) == [waits]
+    assert caller.flight(A)[b"job"] == waits[0]
+    redis_client.delete(first)
+    assert other.enqueue(A) == ("j", False)
+    ((entry, _),) = entries_of(redis_client, first)
+    assert entries_of(redis_client, batch) == []
+    assert caller.flight(A)[b"job"] == entry
+
+
+def test_a_job_that_is_gone_does_not_come_forward(
+    caller: Caller, other: Caller, redis_client: redis.Redis, shard: ShardKeys
+) -> None:
+    caller.enqueue(A, priority="batch")
+    batch = shard.stream("batch").key
+    ((entry, _),) = entries_of(redis_client, batch)
+    redis_client.xdel(batch, entry)
+    assert other.enqueue(A) == ("j", True)
+    assert queued(redis_client, shard) == []
+    assert caller.flight(A)[b"job"] == entry
+    assert caller.flight(A)[b"stream"] == batch.encode()
+
+
 def test_a_job_is_withdrawn_when_the_last_who_waits_leaves(
     caller: Caller, other: Caller, worker: Consumer, redis_client: redis.Redis, shard: ShardKeys
 ) -> None:

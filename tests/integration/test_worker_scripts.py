@@ -10,9 +10,14 @@ import random
 import pytest
 import redis
 
-from lmpool.keys import ShardKeys
+from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.scripts import script
+from lmpool.servers import Servers
 from lmpool.wire import Job, pack_job, unpack_job
+from lmpool.worker.carrying import carry_over
+from lmpool.worker.homes import Homes
+from lmpool.worker.mending import mend
+from tests.support.parts import info_of
 from tests.support.protocol import (
     Caller,
     Consumer,
@@ -336,3 +341,25 @@ def test_a_key_is_replaced_only_if_it_holds_what_was_read(
     assert replace(b"first", b"\0\xff") == 1
     assert replace(b"\0\xff", b"third") == 1
     redis_client.delete(pool_name)
+
+
+def test_dead_letters_stay_where_they_are_until_their_stream_is_mended(
+    redis_client: redis.Redis, pool_name: str
+) -> None:
+    info = info_of(2).moved_to(1, 1)
+    (heir,) = info.shard_keys(PoolKeys(pool_name))
+    _, left = info.left_shards(PoolKeys(pool_name))
+    servers = Servers(lambda: redis_client)  # type: ignore[arg-type,return-value]
+    redis_client.hset(left.counters, "failed", "1")
+    redis_client.xadd(left.dead, {"job": "x", "reason": "y"})
+    redis_client.set(heir.dead, "no stream")
+    for _ in range(2):
+        with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
+            carry_over(servers, left, info, [heir])
+    assert len(entries_of(redis_client, left.dead)) == 1
+    assert heir.dead in mend(servers, [heir], info, Homes([heir], "me"), set())
+    for _ in range(2):
+        carry_over(servers, left, info, [heir])
+    assert [fields[b"reason"] for _, fields in entries_of(redis_client, heir.dead)] == [b"y"]
+    assert redis_client.hgetall(heir.counters) == {b"failed": b"1"}
+    assert entries_of(redis_client, left.dead) == []
