@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -219,7 +221,20 @@ class ModelConfig:
 
         Raises `SettingsError` for more, and where nobody names a bound.
         """
-        return longest_prompt([self.config.get(name) for name in LONGEST_PROMPT_NAMES], wanted)
+        said = [self.config.get(name) for name in LONGEST_PROMPT_NAMES]
+        return longest_prompt(said if any(said) else self._built_in_bounds(), wanted)
+
+    def _built_in_bounds(self) -> list[object]:
+        """What transformers has where config.json says nothing, as Gemma 3's of pictures do."""
+        transformers: Any = importlib.import_module("transformers")
+        kind = self.config.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            return []
+        try:
+            known = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**self.config}))
+        except Exception:  # each family has errors of its own for what it cannot be made of
+            return []
+        return [getattr(known, name, None) for name in LONGEST_PROMPT_NAMES]
 
     def within_window(self, longest: int, wanted: int | None, name: str) -> int:
         """The longest prompt, up to this, of a model whose layers all see all, as they may in the

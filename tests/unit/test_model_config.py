@@ -339,6 +339,22 @@ def test_of_a_model_of_text_and_pictures_the_text_counts(tmp_path: Path) -> None
     assert config.dtype == "bfloat16"
 
 
+def test_where_config_json_names_no_longest_prompt_it_is_that_of_transformers(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "rope_scaling": {"factor": 8.0}}
+    config = written(tmp_path, {"model_type": "gemma3", "text_config": text})
+    assert config.longest_prompt(None) == 131_072
+    assert config.longest_prompt(100) == 100
+    assert config.config["rope_scaling"] == {"factor": 8.0}
+    with pytest.raises(SettingsError, match="the model takes 131072 tokens"):
+        config.longest_prompt(131_073)
+    for others in ({"model_type": "mamba2"}, {"model_type": "nobodys"}, {"vocab_size": 3}):
+        with pytest.raises(SettingsError, match="names no longest prompt"):
+            written(tmp_path, others).longest_prompt(None)
+
+
 @pytest.mark.parametrize("content", ["[]", "{", ""])
 def test_a_config_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
