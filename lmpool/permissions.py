@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, ResponseError, WatchError
 
 from lmpool.commands import Server
 from lmpool.keys import GROUP, PoolKeys
@@ -78,5 +78,5 @@ def _queue(server: Server, command: Command) -> None:
         pipeline.execute()
     except NoPermissionError:
         raise
-    except (ResponseError, SlotRefused):
-        pass  # queued, or another node's, and then given up
+    except (ResponseError, SlotRefused, WatchError):
+        pass  # queued, or another node's, and then given up; or nonsense, which says nothing

@@ -363,12 +363,19 @@ def test_a_server_that_is_away_keeps_nobody_busy(server_binary: str) -> None:
         assert len(looked) < 100
 
 
+def _with_all_rights(server: RealServer, connection: redis.Redis) -> str:
+    """The URL of a user that keeps all rights."""
+    connection.execute_command("ACL", "SETUSER", "worker", "on", ">pw", "~*", "+@all")
+    return server.url.replace("unix://", "unix://worker:pw@")
+
+
 def test_a_server_that_refuses_to_delete_serves_all_the_same(server_binary: str) -> None:
+    engine = {"vocab_size": SIZE, "delay": 0.5}
     with (
         RealServer() as server,
-        worker_process(server.url, POOL, engine_opts={"vocab_size": SIZE, "delay": 0.5}),
-        alone(server, POOL) as lm,
         server.client() as connection,
+        worker_process(_with_all_rights(server, connection), POOL, engine_opts=engine),
+        alone(server, POOL) as lm,
     ):
         connection.execute_command("ACL", "SETUSER", "default", "-del")
         with pytest.raises(PoolTimeout):
