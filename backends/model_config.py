@@ -226,12 +226,8 @@ class ModelConfig:
 
     def _built_in_bounds(self) -> list[object]:
         """What transformers has where config.json says nothing, as Gemma 3's of pictures do."""
-        transformers: Any = importlib.import_module("transformers")
-        kind = self.config.get("model_type")
-        if kind not in transformers.CONFIG_MAPPING:
-            return []
         try:
-            known = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**self.config}))
+            known = configuration_of(self.config)
         except Exception:  # each family has errors of its own for what it cannot be made of
             return []
         return [getattr(known, name, None) for name in LONGEST_PROMPT_NAMES]
@@ -333,6 +329,16 @@ def special_tokens(sources: Iterable[Callable[[str], object]], vocab_size: int) 
     return SpecialTokens(
         bos=bos[0] if bos else None, eos=first("eos_token_id"), pad=pad[0] if pad else None
     )
+
+
+def configuration_of(said: Mapping[str, Any]) -> Any:
+    """transformers' configuration of what config.json `said`, which stays as it is.
+
+    Raises what each family has for what it cannot be made of, a `KeyError` for an unknown one.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    # It is made of what it is given, and would write into it.
+    return transformers.CONFIG_MAPPING[said.get("model_type")].from_dict(copy.deepcopy({**said}))
 
 
 def longest_prompt(bounds: Iterable[object], wanted: int | None) -> int:

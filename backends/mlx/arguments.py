@@ -6,7 +6,6 @@ built in, which is mostly what transformers has where config.json says nothing.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import threading
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from lmpool.backends.mlx.families import laid
-from lmpool.backends.model_config import ModelConfig
+from lmpool.backends.model_config import ModelConfig, configuration_of
 
 # mlx comes without types, and the annotations of transformers differ from release to release.
 mlx_base: Any = importlib.import_module("mlx_lm.models.base")
@@ -110,14 +109,9 @@ def _required(own: Mapping[str, Any], arguments: type, full: Any) -> dict[str, A
 def known(config: ModelConfig) -> Any:
     """transformers' configuration of this; None where it has none, or makes none of it."""
     try:
-        return _known(config.config)
+        return configuration_of(config.config)
     except Exception:  # each family has errors of its own for what it cannot be made of
         return None
-
-
-def _known(said: Mapping[str, Any]) -> Any:
-    """transformers' configuration of this, which it is made of and would write into."""
-    return transformers.CONFIG_MAPPING[said.get("model_type")].from_dict(copy.deepcopy({**said}))
 
 
 class _Noted(dict[str, Any]):
@@ -196,8 +190,8 @@ def unheeded(family: str, config: ModelConfig, read: set[str]) -> tuple[str, obj
     parts = _parts(said)
     bare = {name: _without(said[name], left) for name in parts}
     try:
-        full = _known(said)
-        plain = _known({**_without(said, left), **before, **bare})
+        full = configuration_of(said)
+        plain = configuration_of({**_without(said, left), **before, **bare})
     except Exception:  # each family has errors of its own for what it cannot be made of
         return None
     pairs = [(full, plain, said)]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from lmpool.backends.mlx.arguments import known
 from lmpool.backends.model_config import ModelConfig
+from lmpool.backends.rotary import name_longrope_scale
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -227,11 +228,10 @@ def _longrope(rope: Mapping[str, Any], dims: int) -> Positions:
     """That of short prompts."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / original
-    multiplied = rope.get("short_mscale", rope.get("attention_factor"))
-    if multiplied is None:
-        multiplied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    named = {**rope, "factor": factor}
+    name_longrope_scale(named)
     periods = _plain(rope["rope_theta"], dims) * np.array(rope["short_factor"], np.float64)
-    return Positions("longrope", periods, float(multiplied))
+    return Positions("longrope", periods, float(named["short_mscale"]))
 
 
 _KINDS: Final[Mapping[str, Callable[[Mapping[str, Any], int], Positions]]] = {
