@@ -51,6 +51,7 @@ from lmpool.producer.session import (
     closed,
 )
 from lmpool.producer.withdrawal import withdraw
+from lmpool.reasons import Reasons
 from lmpool.scripts import ScriptsMissing, script
 from lmpool.server import (
     ANSWER_TIMEOUT,
@@ -108,6 +109,8 @@ class Sender:
         that was lost it tries itself."""
         self._ahead: ClaimAhead | None = None
         self._confirm_failed = -math.inf
+        self._reasons = Reasons()
+        """Why the server is lost or not ready, as it was logged."""
         self._refused = "", -math.inf
         """What the server refused last, and when that was logged. What it permits, as to withdraw
         what it refused, says nothing of it."""
@@ -309,6 +312,8 @@ class Sender:
                 )
             return since
         if lost_since is None:
+            self._reasons.clear()
+        if self._reasons.is_new(error):
             logger.warning("%s is lost or not ready: trying again (%s)", shown, error)
         if isinstance(error, ScriptsMissing):
             # A worker will load them, if there is one. Into a replica nobody does, and a failover

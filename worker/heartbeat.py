@@ -19,6 +19,7 @@ from lmpool.errors import WireError
 from lmpool.keys import COUNTERS_TTL_MS, GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import BEAT_MS, GAP_MS, LIFE_MS
 from lmpool.model_info import ModelInfo, OfLaterRelease
+from lmpool.reasons import Reasons
 from lmpool.scripts import script
 from lmpool.server import get_string, is_lost, is_wrong_type
 from lmpool.servers import Servers
@@ -158,7 +159,7 @@ class Heartbeat:
                 self._tally.add(self._servers)
 
     def _renew(self, ended: threading.Event, on_damage: Callable[[list[str]], None]) -> None:
-        missed = False
+        missed, reasons = False, Reasons()
         while not ended.wait(AGAIN if missed else EVERY):
             with suppress(redis.exceptions.RedisError, OSError):  # the Sentinels may be away
                 self._servers.follow()
@@ -167,10 +168,11 @@ class Heartbeat:
                     damaged = self.beat(self._servers)
                     self._tally.add(self._servers)
                 missed = False
+                reasons.clear()
                 if damaged:
                     on_damage(damaged)
             except (redis.exceptions.RedisError, OSError) as error:
-                if not missed:
+                if reasons.is_new(error):
                     logger.warning(
                         "the heartbeat, or what is mended and counted with it, could not be "
                         "written: %s",

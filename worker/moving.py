@@ -13,6 +13,7 @@ import redis.exceptions
 from lmpool.errors import LmpoolError, ServerUnreachable
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.model_info import ModelInfo
+from lmpool.reasons import Reasons
 from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.worker.carrying import carry_over, end_lanes, enter, without
@@ -88,8 +89,8 @@ class Mover:
         """Whether adapters and the layout's name are to be brought."""
         self._bring_from = 0.0
         """When that is done next, on the monotonic clock."""
-        self._not_brought = False
-        """Whether it was said that they could not be."""
+        self._not_brought = Reasons()
+        """Why they could not be, as it was said."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -123,17 +124,16 @@ class Mover:
 
     def bring(self, servers: Servers) -> None:
         """Have adapters and the layout's name come to where the worker serves. For any thread, with
-        its own connections; what keeps it from that is said once."""
+        its own connections; each reason that keeps it from that is said once."""
         now = self._service.seat
         assert now is not None
         try:
             enter(servers, self._service.keys, now.info)
         except (LmpoolError, redis.exceptions.RedisError, OSError) as error:
-            if not self._not_brought:
+            if self._not_brought.is_new(error):
                 logger.warning("adapters and the layout's name could not be brought: %s", error)
-            self._not_brought = True
         else:
-            self._not_brought = False
+            self._not_brought.clear()
 
     def _start(self) -> None:
         self._called.set()

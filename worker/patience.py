@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 import redis.exceptions
 
 from lmpool.errors import LmpoolError, ServerUnreachable
+from lmpool.reasons import Reasons
 from lmpool.server import is_full, is_lost, why_not_now
 
 logger = logging.getLogger(__name__)
@@ -28,17 +29,17 @@ def patiently(step: Callable[[], T], stopped: Callable[[float], bool | None]) ->
     Raises what the step raised last, and at once what no waiting helps against.
     """
     deadline = time.monotonic() + SERVER_WAIT
-    told = False
+    reasons = Reasons()
     while True:
         try:
             return step()
         except (ServerUnreachable, redis.exceptions.RedisError) as error:
             passes = isinstance(error, ServerUnreachable) or is_lost(error) or is_full(error)
-            if not passes or time.monotonic() >= deadline:
+            left = deadline - time.monotonic()
+            if not passes or left <= 0:
                 raise
-            if not told:
+            if reasons.is_new(error):
                 why = why_not_now(error)
-                logger.warning("waiting for the server, %g s at most: %s", SERVER_WAIT, why)
-            told = True
+                logger.warning("waiting for the server, %.0f s at most: %s", left, why)
         if stopped(PAUSE):
             raise LmpoolError("told to stop while waiting for the server")

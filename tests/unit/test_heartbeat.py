@@ -440,7 +440,7 @@ def test_it_beats_at_a_third_of_its_life_until_it_ends(
     assert pytest.approx(LIFE_MS / 3000, abs=0.001) == EVERY
 
 
-def test_a_beat_that_failed_is_said_once_and_tried_again_soon(
+def test_a_beat_that_failed_is_tried_again_soon_and_each_reason_said_once(
     servers: Servers,
     keys: PoolKeys,
     clock: Time,
@@ -448,18 +448,22 @@ def test_a_beat_that_failed_is_said_once_and_tried_again_soon(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heartbeat = new(servers, keys)
-    failures = [False, True, True, False, False, True, False]
+    failures = ["", "gone", "gone", "", "", "gone", "", "gone", "full", "gone", ""]
 
     def beat(servers: Servers) -> None:
-        if failures.pop(0):
-            raise redis.exceptions.ConnectionError("gone")
+        if why := failures.pop(0):
+            raise redis.exceptions.ConnectionError(why)
 
     monkeypatch.setattr(heartbeat, "beat", beat)
-    ended: Any = Ended(clock, [EVERY] * 7)
+    ended: Any = Ended(clock, [EVERY] * 11)
     with caplog.at_level(logging.WARNING):
         heartbeat.run(ended)
-    assert ended.asked == [EVERY, EVERY, AGAIN, AGAIN, EVERY, EVERY, AGAIN, EVERY]
-    assert caplog.text.count("could not be written: gone") == 2
+    assert ended.asked == [
+        *(EVERY, EVERY, AGAIN, AGAIN, EVERY, EVERY),
+        *(AGAIN, EVERY, AGAIN, AGAIN, AGAIN, EVERY),
+    ]
+    assert caplog.text.count("could not be written: gone") == 3
+    assert caplog.text.count("could not be written: full") == 1
 
 
 def test_a_beat_is_not_said_to_be_missed_where_mending_alone_is_refused(

@@ -57,14 +57,18 @@ PASSING = [
 ]
 
 
-def test_what_passes_is_waited_for_and_told_once(
+def test_what_passes_is_waited_for_and_each_reason_told_once(
     pause: Pause, clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     began = clock.now
     with caplog.at_level(logging.WARNING):
-        assert patiently(failing(*PASSING), pause) == "done"
-    assert clock.now == pytest.approx(began + len(PASSING) * PAUSE)
-    assert caplog.messages == ["waiting for the server, 60 s at most: no answer"]
+        assert patiently(failing(*PASSING, *PASSING), pause) == "done"
+    assert clock.now == pytest.approx(began + 2 * len(PASSING) * PAUSE)
+    assert len(caplog.messages) == len(PASSING)
+    assert caplog.messages[0] == "waiting for the server, 60 s at most: no answer"
+    assert (
+        caplog.messages[-1] == "waiting for the server, 58 s at most: Timeout reading from socket"
+    )
 
 
 def test_nobody_waits_longer_than_is_said(pause: Pause, clock: Time) -> None:

@@ -35,6 +35,7 @@ from lmpool.producer.session import (
     Session,
 )
 from lmpool.producer.waits import Future
+from lmpool.scripts import ScriptsMissing
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
 from lmpool.wire import Job, JobPacker, unpack_job
@@ -580,6 +581,30 @@ def test_a_lost_server_is_waited_for_and_then_given_up(
     assert 5 <= clock.now - began < 7
     assert max(session.closing.waits) <= 1.0  # type: ignore[attr-defined]
     assert session.table.withdrawn == []  # nobody is there to be told
+
+
+def test_each_reason_of_an_outage_is_logged_once(
+    session: Session, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that ends hides nothing of what the next one meets, as a replica."""
+    session.closing = Flag()  # type: ignore[assignment]
+
+    def an_outage() -> list[str]:
+        caplog.clear()
+        lost: float | None = None
+        for port in range(3):
+            for error in (
+                redis.exceptions.ConnectionError("Connection closed by server."),
+                redis.exceptions.ConnectionError(f"Error 111 connecting to 127.0.0.1:{port}"),
+                ScriptsMissing(),
+            ):
+                lost = sender._after_loss(error, lost)
+        said = [text.partition("trying again (")[2] for text in caplog.messages]
+        return [text.partition(" ")[0] for text in said]
+
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            assert an_outage() == ["Connection", "Error", "NOSCRIPT"]
 
 
 def test_a_server_that_refuses_for_long_is_named_with_its_reason(
