@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.support.pools import until_at_rest
 from tests.support.processes import short_folder
 from tests.support.protocol import Caller, Consumer, shard_of_pool
 from tests.support.redis_client import open_redis
+from tests.support.server import RealServer
+from tests.support.users import url_of_user
 from tests.support.workers import DEFAULTS, in_process_worker
 
 
@@ -84,6 +87,27 @@ def hold(start_pool: Callable[..., str]) -> Iterator[Hold]:
     """Nothing is computed until the test opens it. Workers of `start_pool` outlive it."""
     with Hold() as hold:
         yield hold
+
+
+@pytest.fixture(scope="module")
+def own_server(server_binary: str) -> Iterator[RealServer]:
+    """A server that the tests of a module share, and no others."""
+    with RealServer(binary=server_binary) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(own_server: RealServer) -> Iterator[redis.Redis]:
+    """Who may do all on `own_server`, which is empty."""
+    with own_server.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def url_of(own_server: RealServer, admin: redis.Redis) -> Callable[..., str]:
+    """The URL of a user of `own_server`, by its name, with these rules."""
+    return partial(url_of_user, own_server, admin)
 
 
 @pytest.fixture(scope="module")

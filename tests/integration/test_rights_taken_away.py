@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any, cast
 
@@ -39,31 +39,10 @@ JOBS = [new_job(number) for number in range(1, 5)]
 READS = ("EXISTS", "GET", "LEN", "MGET", "RANGE", "CARD", "COUNT", "XPENDING", "XINFO", "TTL")
 
 
-@pytest.fixture(scope="module")
-def server(server_binary: str) -> Iterator[RealServer]:
-    with RealServer(binary=server_binary) as server:
-        yield server
-
-
 @pytest.fixture
-def admin(server: RealServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-def narrow(server: RealServer, admin: redis.Redis) -> Callable[..., str]:
+def narrow(url_of: Callable[..., str]) -> Callable[..., str]:
     """The URL of a user that may do all but these commands."""
-
-    def without(*commands: str) -> str:
-        lacks = [f"-{command}" for command in commands]
-        admin.execute_command(
-            "ACL", "SETUSER", "narrow", "reset", "on", ">pw", "~*", "+@all", *lacks
-        )
-        return server.url.replace("unix://", "unix://narrow:pw@")
-
-    return without
+    return lambda *commands: url_of("narrow", "~*", "+@all", *(f"-{each}" for each in commands))
 
 
 @pytest.fixture
@@ -212,11 +191,11 @@ def test_nothing_is_taken_over_into_a_full_memory(
 def test_who_asks_is_told_what_its_user_may_not_do(
     command: str,
     narrow: Callable[..., str],
-    server: RealServer,
+    own_server: RealServer,
     admin: redis.Redis,
     pool_name: str,
 ) -> None:
-    with in_process_worker(server.url, pool_name), connected(narrow(), pool_name) as lm:
+    with in_process_worker(own_server.url, pool_name), connected(narrow(), pool_name) as lm:
         lm.sync.next_token_logprobs([1])
         narrow(command)
         said = rf"does not permit this user.*('{command}' command|ACL LOG).*users\.acl"
@@ -227,10 +206,10 @@ def test_who_asks_is_told_what_its_user_may_not_do(
 
 
 def test_nobody_is_taken_for_dead_whom_a_user_may_not_see(
-    narrow: Callable[..., str], server: RealServer, pool_name: str
+    narrow: Callable[..., str], own_server: RealServer, pool_name: str
 ) -> None:
     with (
-        in_process_worker(server.url, pool_name),
+        in_process_worker(own_server.url, pool_name),
         lmpool.connect(narrow("xinfo"), pool_name) as lm,
         pytest.raises(ServerRefused, match="does not permit this user"),
     ):
