@@ -77,6 +77,8 @@ class Facts:
     """Seconds by which the server's clock is ahead of this machine's."""
     refused: Sequence[str] = ()
     """Commands that clients need and this user may not, with what the server says of them."""
+    refused_to_workers: Sequence[str] | None = None
+    """The same of what workers need besides; None of a client's user, which may take no jobs."""
     pool: str = "default"
     model: ModelInfo | None = None
     """What the pool serves; None where there is no such pool."""
@@ -113,16 +115,35 @@ def check_server(facts: Facts) -> Iterator[Finding]:
             "connect to its primary, "
             f"{facts.info.get('master_host')}:{facts.info.get('master_port')}",
         )
-    if facts.refused:
-        more = len(facts.refused) - _REFUSALS_SHOWN
-        shown = "; ".join(facts.refused[:_REFUSALS_SHOWN])
+    yield from _check_rights(facts.refused, facts.refused_to_workers)
+
+
+def _check_rights(to_clients: Sequence[str], to_workers: Sequence[str] | None) -> Iterator[Finding]:
+    if to_clients:
         yield Finding(
             "wrong",
-            f"this user is not allowed what clients do: {shown}"
-            + (f"; and {more} more" if more > 0 else ""),
+            f"this user is not allowed what clients do: {_first(to_clients)}",
             "ACL SETUSER <user> +@read +@write +@stream +@scripting +@transaction +@connection "
             "+info +time %RW~lmpool:* %RW~{lmpool:*, or a user of deploy/redis/users.acl",
         )
+    if to_workers:
+        yield Finding(
+            "note",
+            f"this user may take jobs, and not do all else that workers do: {_first(to_workers)}",
+            "for a worker: ACL SETUSER <user> +@read +@write +@stream +@scripting +@transaction "
+            "+@connection +info +time %RW~lmpool:* %RW~{lmpool:* %RW~arq:*, or `worker` of "
+            "deploy/redis/users.acl; a client needs none of it",
+        )
+    elif not to_clients and to_workers is None:
+        yield Finding("ok", "this user may do what clients do, and take no jobs as workers do")
+    elif not to_clients:
+        yield Finding("ok", "this user may do what clients and workers do")
+
+
+def _first(refused: Sequence[str]) -> str:
+    """Some of them, and how many more there are."""
+    more = len(refused) - _REFUSALS_SHOWN
+    return "; ".join(refused[:_REFUSALS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def check_eviction(facts: Facts) -> Iterator[Finding]:

@@ -42,7 +42,7 @@ from lmpool.errors import LmpoolError, ServerRefused
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
-from lmpool.permissions import not_permitted
+from lmpool.permissions import client_commands, in_words, not_permitted, worker_commands
 from lmpool.producer import connect
 from lmpool.producer.session import client_id
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
@@ -319,7 +319,7 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
         config: dict[str, str] | None = server.config_get("*")
     except ResponseError:  # forbidden, or renamed by who runs it
         config = None
-    refused = not_permitted(server, options.pool, client_id(options.url))
+    refused, to_workers = _refused(server, options)
     offset = 0.0
     try:
         before = time.time()
@@ -328,7 +328,23 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
     except ResponseError:
         pass  # as it is not permitted
     cores = os.cpu_count() if _is_here(server, info) else None
-    return Facts(url, info, config, measure_latency(server), offset, refused, cores=cores)
+    latencies = measure_latency(server)
+    return Facts(url, info, config, latencies, offset, refused, to_workers, cores=cores)
+
+
+def _refused(server: Server, options: ClientOptions) -> tuple[list[str], list[str] | None]:
+    """What this user may not of what clients do, and of what only workers do: None of who is none,
+    as it may take no jobs."""
+    of_clients = client_commands(options.pool, client_id(options.url))
+    of_workers = worker_commands(options.pool)
+    refused = not_permitted(server, [*of_clients, *of_workers])
+    only_workers = {*of_workers}.difference(of_clients)
+    to_clients = in_words({c: said for c, said in refused.items() if c not in only_workers})
+    takes_jobs = {command for command in of_workers if command[0] == "XREADGROUP"}
+    if ("MULTI",) in refused or takes_jobs <= refused.keys():
+        return [*to_clients.values()], None
+    found = in_words(refused).items()
+    return [*to_clients.values()], [said for about, said in found if about not in to_clients]
 
 
 def _is_here(server: Server, info: Mapping[str, object]) -> bool:

@@ -1,15 +1,15 @@
-"""What a server does not permit a user that clients need, found without doing any of it."""
+"""What a server does not permit a user that clients or workers need, found without doing it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
-from redis.exceptions import NoPermissionError, ResponseError, WatchError
+from redis.exceptions import ExecAbortError, NoPermissionError
 
 from lmpool.commands import Server
 from lmpool.keys import GROUP, PoolKeys
-from lmpool.server import SlotRefused
+from lmpool.server import REFUSALS
 
 _NO_MODEL: Final = "00000000"
 _NO_SCRIPT: Final = "0" * 40
@@ -49,34 +49,120 @@ def client_commands(pool: str, client: str) -> list[Command]:
     return commands
 
 
-def not_permitted(server: Server, pool: str, client: str) -> list[str]:
-    """What the server says to each command that a client of that name needs and this user may not.
+# What workers ask of the keys of a shard: each % is the key.
+_OF_A_STREAM: Final = f"""
+    XINFO STREAM %, EXISTS %, XADD % * job x, XRANGE % - + COUNT 1, XDEL % 1-1, XLEN %,
+    XTRIM % MAXLEN 0, UNLINK %, PERSIST %, PEXPIRE % 1, XINFO GROUPS %, XINFO CONSUMERS % {GROUP},
+    XGROUP CREATE % {GROUP} 0 MKSTREAM, XGROUP CREATECONSUMER % {GROUP} w,
+    XGROUP DELCONSUMER % {GROUP} w, XGROUP SETID % {GROUP} 0,
+    XREADGROUP GROUP {GROUP} w STREAMS % >, XPENDING % {GROUP} - + 1 w, XACK % {GROUP} 1-1
+"""
+_OF_JOBS: Final = f"""
+    EVALSHA {_NO_SCRIPT} 1 %, EVAL return 1 %, XCLAIM % {GROUP} w 0 1-1, {_OF_A_STREAM}
+"""
+_OF_A_HASH: Final = "HLEN %, HGET % f, HGETALL %, HDEL % f, UNLINK %, PEXPIRE % 1"
 
-    Each is sent in a MULTI that a server never runs, as one of its commands is incomplete. Who may
+
+def worker_commands(pool: str) -> list[Command]:
+    """What a worker asks of a server, by itself, within scripts and as arq does: every command of
+    theirs, with keys of each kind that it is about."""
+    keys = PoolKeys(pool)
+    shard = keys.shard(_NO_MODEL, 0)
+    job = keys.control_job("0" * 32)
+    asked = {
+        keys.info: "GET %, SET % x, SETRANGE % 0 x",
+        keys.serving: "GET %, SET % x PX 1, PEXPIRE % 1, PTTL %, DEL %",
+        keys.vocabulary(_NO_MODEL): "GET %, STRLEN %, SET % x, PEXPIRE % 1, PERSIST %",
+        shard.stream("interactive").key: _OF_JOBS,
+        shard.stream("batch").key: _OF_JOBS,
+        shard.wake: _OF_A_STREAM,
+        shard.dead: "XINFO STREAM %, EXISTS %, XADD % * job x, XRANGE % - + COUNT 1, XDEL % 1-1, "
+        "UNLINK %, PERSIST %, PEXPIRE % 1",
+        shard.account: "XINFO STREAM %, EXISTS %, XADD % * held 1, XRANGE % - + COUNT 1, "
+        "XREVRANGE % + - COUNT 1, XDEL % 1-1, PTTL %, PEXPIRE % 1, DEL %, UNLINK %",
+        shard.held: "INCRBY % 1, SET % 1 PX 1, DEL %",
+        shard.counters: f"HINCRBY % f 1, RENAME % {shard.parted}, {_OF_A_HASH}",
+        shard.parted: "EXISTS %, HGET % f, HGETALL %, HSET % f x, PEXPIRE % 1, DEL %",
+        shard.inherited: "TYPE %, SADD % x, SISMEMBER % x, PEXPIRE % 1, DEL %",
+        shard.adapters: f"HSET % f x, PERSIST %, DEL %, {_OF_A_HASH}",
+        shard.bounds: f"HSET % f x, HSETNX % f x, DEL %, {_OF_A_HASH}",
+        shard.waiting: "ZADD % 1 0, ZRANGE % 0 1, ZREM % 0, ZCARD %, DEL %, UNLINK %, PERSIST %, "
+        "PEXPIRE % 1",
+        shard.workers: "TYPE %, ZADD % 1 w, ZINCRBY % 1 w, ZSCORE % w, ZCARD %, ZCOUNT % 0 1, "
+        "ZRANGEBYSCORE % 0 1, ZREMRANGEBYSCORE % 0 1, ZREM % w, PEXPIRE % 1, DEL %",
+        shard.result(bytes(16)): "SET % x PX 1, STRLEN %, EXISTS %, PTTL %, PEXPIRE % 1, UNLINK %",
+        shard.pieces(bytes(16)): "XADD % * f x, XRANGE % - +, XREVRANGE % + -, PEXPIRE % 1, DEL %",
+        shard.flight(bytes(16)): "GET %, MGET %, SET % x KEEPTTL, DEL %",
+        shard.reply("c"): "EXISTS %, XADD % NOMKSTREAM * ok x, XRANGE % - + COUNT 1",
+        shard.steady: "GET %, SET % 1, PEXPIRE % 1",
+        shard.alive("w"): "SET % x PX 1, PEXPIRE % 1, PTTL %, DEL %",
+        # arq's, of calls to every worker.
+        keys.control_queue("w"): "ZRANGEBYSCORE % 0 1, ZSCORE % x, ZCARD %, ZREM % x",
+        keys.health("w"): "PSETEX % 1 x, GET %, DEL %",
+        keys.aborted: "ZREM % x",
+        f"arq:job:{job}": "GET %, PTTL %, DEL %",
+        f"arq:in-progress:{job}": "WATCH %, EXISTS %, PSETEX % 1 x, DEL %",
+        f"arq:retry:{job}": "INCRBY % 1, EXPIRE % 1, DEL %",
+        f"arq:result:{job}": "GET %, SET % x PX 1",
+    }
+    return [("SCRIPT", "LOAD", "return"), ("TIME",), *_about(asked)]
+
+
+def _about(asked: Mapping[str, str]) -> Iterable[Command]:
+    for key, commands in asked.items():
+        for command in commands.split(","):
+            yield tuple(key if word == "%" else word for word in command.split())
+
+
+def not_permitted(server: Server, commands: Sequence[Command]) -> dict[Command, str]:
+    """What the server says to each of these commands that this user may not.
+
+    They are sent in a MULTI that a server never runs, as one of its commands is incomplete. Who may
     not send MULTI is told no more.
     """
+    pool: Any = server.connection_pool
+    connection = pool.get_connection()
+    last: Any = None
+
+    def ask(*some: Command) -> list[Any]:
+        connection.send_packed_command(connection.pack_commands(some))
+        return [_answer(connection) for _ in some]
+
     try:
-        _queue(server, ("PING",))
-    except NoPermissionError as error:
-        return [str(error)]
-    return list(dict.fromkeys(_refusals(server, client_commands(pool, client))))
+        # What MULTI does not take is done, until that ends.
+        first = [*(each for each in commands if each[0] == "WATCH"), ("MULTI",)]
+        answers = dict(zip(first, ask(*first), strict=True))
+        if answers["MULTI",] == b"OK":  # else what follows would be done
+            rest = [each for each in commands if each not in answers]
+            *found, _, last = ask(*rest, ("ECHO",), ("EXEC",))
+            answers |= zip([*rest, ("EXEC",)], [*found, last], strict=True)
+    finally:
+        if not isinstance(last, ExecAbortError):  # what waits to be run ends with its connection
+            connection.disconnect()
+        pool.release(connection)
+    return {each: str(said) for each, said in answers.items() if _is_refusal(said)}
 
 
-def _refusals(server: Server, commands: list[Command]) -> Iterator[str]:
-    for command in commands:
-        try:
-            _queue(server, command)
-        except NoPermissionError as error:
-            yield f"{' '.join(map(str, command[:2]))}: {error}"
-
-
-def _queue(server: Server, command: Command) -> None:
-    pipeline = server.pipeline(transaction=True)
-    pipeline.execute_command(*command)
-    pipeline.execute_command("ECHO")  # which lacks its word: nothing is run
+def _answer(connection: Any) -> Any:
     try:
-        pipeline.execute()
-    except NoPermissionError:
-        raise
-    except (ResponseError, SlotRefused, WatchError):
-        pass  # queued, or another node's, and then given up; or nonsense, which says nothing
+        return connection.read_response(disconnect_on_error=False)
+    except REFUSALS as error:  # another node's, or nonsense, says nothing
+        return error
+
+
+def _is_refusal(answer: object) -> bool:
+    if isinstance(answer, ExecAbortError):  # "because of previous errors", or of this
+        return "no permissions" in str(answer)
+    return isinstance(answer, NoPermissionError)
+
+
+def in_words(refused: Mapping[Command, str]) -> dict[str, str]:
+    """What was not permitted, each command and each key once, by the key or what was said."""
+    found: dict[str, str] = {}
+    for (name, *words), said in refused.items():
+        if "to access " in said:
+            key = next((str(word) for word in words if "lmpool:" in str(word)), "")
+            found.setdefault(key, f"{name} {key}: {said}")
+        else:
+            found.setdefault(said, f"{name}: {said}")
+    return found

@@ -457,6 +457,15 @@ def test_each_user_sees_what_it_may(server_binary: str, pool_name: str) -> None:
             assert not [text for text in wrong if name != "exporter" or allowed not in text], wrong
             assert any("1 worker alive" in finding.what for finding in findings), findings
         assert len(found["operator"]) > len(found["producer"])
+        rights = {
+            name: next((each.what for each in findings if "this user may" in each.what), "")
+            for name, findings in found.items()
+        }
+        assert rights["producer"].endswith("do what clients do, and take no jobs as workers do")
+        # Of replicas those that the cluster knows by then.
+        assert re.fullmatch(
+            r"all \d nodes: this user may do what clients and workers do", rights["worker"]
+        )
         # A replica without the users: after a failover nobody would get in.
         replica = cluster.replicas()[0]
         replica.command("ACL", "DELUSER", "operator")
