@@ -1,11 +1,15 @@
-"""What counts as a number, of whichever library it is, and how values are shown."""
+"""What counts as a number, of whichever library it is, how values are shown, and whether there is
+a working directory."""
 
 from __future__ import annotations
 
 import math
 import operator
+import os
 from numbers import Real
 from typing import Final, TypeGuard
+
+from lmpool.errors import SettingsError
 
 SHOWN: Final = 60
 """Characters of a bad value that a message quotes."""
@@ -99,3 +103,15 @@ def is_text(value: object) -> TypeGuard[str]:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_working_directory() -> None:
+    """Raise `SettingsError` where the folder that this process works in was deleted: arq and
+    transformers, which look for it, end then with an error that says nothing."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise SettingsError(
+            "the working directory was deleted: change to a folder that is there, such as by "
+            'cd "$HOME", and try again'
+        ) from None

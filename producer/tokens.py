@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from lmpool.checks import is_text, quoted, said
+from lmpool.checks import check_working_directory, is_text, quoted, said
 from lmpool.errors import PoolError, PromptError
 from lmpool.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
@@ -164,7 +164,8 @@ def encode_conversation(
 def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Tokenizer:
     """The model's tokenizer (a transformers tokenizer), from the published files.
 
-    Raises `PoolError` where the pool published none, or transformers is not installed.
+    Raises `PoolError` where the pool published none, or transformers is not installed, and
+    `SettingsError` where the working directory was deleted.
     """
     if not vocabulary.files:
         raise PoolError(f"the {info.engine} engine of this pool has no tokenizer")
@@ -175,6 +176,9 @@ def load_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> Tokenizer:
             "the tokenizer needs transformers: pip install transformers. Token ids, rows and "
             "byte_vocab work without it"
         ) from None
+    except FileNotFoundError:
+        check_working_directory()
+        raise
     try:
         with tempfile.TemporaryDirectory(prefix="lmpool-tokenizer-") as folder:
             for name, content in vocabulary.files.items():

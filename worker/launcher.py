@@ -25,6 +25,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any, Final
 
+from lmpool.checks import check_working_directory
 from lmpool.errors import SettingsError
 from lmpool.exit_status import EXIT_REFUSED
 from lmpool.insistence import Insistence
@@ -317,6 +318,7 @@ def launch(
     options = WorkerOptions(**settings)
     if importlib.util.find_spec("arq") is None:
         raise SettingsError("workers are run by arq: pip install 'lmpool[worker]'")
+    check_working_directory()
     chosen = with_ports(placements(gpus, workers, os.environ), options.metrics_port)
     level, form = options.log_level, options.log_format
     logging.config.dictConfig(logging_config(level, form, pool=options.pool))

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from lmpool import __version__
+from lmpool.checks import check_working_directory
 from lmpool.cli.bench import bench
 from lmpool.cli.config import config, use
 from lmpool.cli.dead import dead
@@ -65,7 +66,11 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except FileNotFoundError:  # libraries look for the working directory as they load
+                check_working_directory()
+                raise
         except LmpoolError as error:
             print_error(error)
             raise typer.Exit(_status(error, ctx.invoked_subcommand)) from None

@@ -139,6 +139,77 @@ def test_a_standard_stream_may_be_closed(closed: str, arguments: str, status: in
         assert done.stderr == "error: the standard input is empty: there is nothing to score\n"
 
 
+def in_a_deleted_folder(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command there, where transformers looks for its working directory as it is imported."""
+    (folder / "transformers.py").write_text("import os; os.getcwd()")
+    (folder / "gone").mkdir()
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    deleted = f"cd {folder / 'gone'} && rmdir {folder / 'gone'} && exec {shlex.join(command)}"
+    return subprocess.run(
+        ["sh", "-c", deleted], capture_output=True, text=True, timeout=150, check=False,
+        env={**clean_environment(), "PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
+
+
+DELETED = re.compile(r"error: the working directory was deleted: change to a .*, and try again\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("worker --engine mock --url redis://127.0.0.1:1", 78),
+        ("gateway --pool x --port 0", 78),
+        ("page --port 0 --url redis://127.0.0.1:1", 78),
+        ("--config lmpool.toml config", 2),
+    ],
+)
+def test_a_working_directory_that_was_deleted_is_told_of(
+    arguments: str, status: int, tmp_path: Path
+) -> None:
+    done = in_a_deleted_folder(tmp_path, *LMPOOL, *arguments.split())
+    assert (done.returncode, done.stdout) == (status, "")
+    assert DELETED.fullmatch(done.stderr)
+
+
+def test_a_pool_of_ones_own_is_not_begun_in_a_deleted_folder(tmp_path: Path) -> None:
+    done = in_a_deleted_folder(tmp_path, *LMPOOL, "demo", "--workers", "1")
+    assert done.returncode == 2
+    assert DELETED.search(done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_tokenizer_is_not_loaded_in_a_deleted_folder(tmp_path: Path) -> None:
+    load = (
+        "from lmpool.producer.tokens import load_tokenizer; from lmpool.vocabulary import *; "
+        "load_tokenizer(Vocabulary([], {'tokenizer.json': b''}), None)"
+    )
+    done = in_a_deleted_folder(tmp_path, sys.executable, "-c", load)
+    assert "SettingsError: the working directory was deleted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("--version", 0, ""),
+        ("worker --help", 0, ""),
+        ("config", 0, ""),
+        ("gateway-key x", 0, ""),
+        ("ping --url redis://127.0.0.1:1", 2, "no answer from"),
+        ("stats --url redis://127.0.0.1:1", 2, "no answer from"),
+        ("dead list --url redis://127.0.0.1:1", 2, "no answer from"),
+        ("score nothing", 2, "nothing cannot be read"),
+    ],
+)
+def test_who_needs_no_working_directory_does_without(
+    arguments: str, status: int, said: str, tmp_path: Path
+) -> None:
+    done = in_a_deleted_folder(tmp_path, *LMPOOL, *arguments.split())
+    assert done.returncode == status
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "deleted" not in done.stderr
+
+
 @pytest.mark.parametrize(("command", "status"), [("config", 2), ("gateway", 78), ("page", 78)])
 def test_a_file_of_settings_is_blamed_on_the_option_that_names_it(
     tmp_path: Path, command: str, status: int
