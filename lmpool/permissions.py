@@ -81,7 +81,7 @@ def worker_commands(pool: str) -> list[Command]:
         shard.account: "XINFO STREAM %, EXISTS %, XADD % * held 1, XRANGE % - + COUNT 1, "
         "XREVRANGE % + - COUNT 1, XDEL % 1-1, PTTL %, PEXPIRE % 1, DEL %, UNLINK %",
         shard.held: "INCRBY % 1, SET % 1 PX 1, DEL %",
-        shard.counters: f"HINCRBY % f 1, RENAME % {shard.parted}, {_OF_A_HASH}",
+        shard.counters: f"HINCRBY % f 1, DEL %, RENAME % {shard.parted}, {_OF_A_HASH}",
         shard.parted: "EXISTS %, HGET % f, HGETALL %, HSET % f x, PEXPIRE % 1, DEL %",
         shard.inherited: "TYPE %, SADD % x, SISMEMBER % x, PEXPIRE % 1, DEL %",
         shard.adapters: f"HSET % f x, PERSIST %, DEL %, {_OF_A_HASH}",

@@ -13,6 +13,7 @@ local flight = prefix .. ':flight:' .. digest
 local job, _, waiting
 if digest ~= '' then job, _, _, waiting = read_flight(flight) end
 
+see_that_it_comes_off(jobs, group)
 -- A stream of the dead that cannot be written must not keep the callers from being told.
 local kept = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', unpack(ARGV, 9))
 given(kept) -- not one that others may write: it would be lost

@@ -17,9 +17,19 @@ local function is_new(name)
   return redis.call('SISMEMBER', taken, name) == 0
 end
 
+-- What no counters can be is taken away, as mend.lua does: they would be lost with it.
+if not given(redis.pcall('HLEN', counters)) then redis.call('DEL', counters) end
+local function add(name, increment)
+  if not string.find(increment, '^%d+$') or #increment > 18 then return end
+  if not given(redis.pcall('HINCRBY', counters, name, increment)) then
+    redis.call('HDEL', counters, name)
+    redis.call('HINCRBY', counters, name, increment)
+  end
+end
+
 local last = math.min(5 + 2 * tonumber(ARGV[5]), #ARGV) -- whoever calls it: it comes to its end
 if ARGV[4] ~= '' and is_new(ARGV[4]) then
-  for i = 6, last, 2 do given(redis.pcall('HINCRBY', counters, ARGV[i], ARGV[i + 1])) end
+  for i = 6, last, 2 do add(ARGV[i], ARGV[i + 1]) end
   redis.call('SADD', taken, ARGV[4])
   redis.pcall('PEXPIRE', counters, ARGV[2])
 end

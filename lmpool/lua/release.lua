@@ -27,6 +27,7 @@ end
 
 local at = 4
 for _, jobs in ipairs(KEYS) do
+  see_that_it_comes_off(jobs, group)
   local last = math.min(at + 2 * tonumber(ARGV[at]), #ARGV - 1) -- whoever calls it: it comes to its end
   for i = at + 1, last, 2 do give_back(jobs, ARGV[i], ARGV[i + 1]) end
   at = last + 1

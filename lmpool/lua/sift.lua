@@ -7,6 +7,7 @@ local jobs, dead, prefix, group, me = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3
 local taken, looked, last = 0, 0, ''
 -- Redis lets a script go on that has begun to write, also where the memory is full.
 redis.pcall('PEXPIRE', prefix .. ':counters', ARGV[5])
+see_that_it_comes_off(jobs, group)
 local held = redis.call('XPENDING', jobs, group, '(' .. ARGV[4], '+', 100, me)
 for place, item in ipairs(held) do
   local id = item[1]

@@ -77,20 +77,47 @@ def test_a_worker_takes_nothing_for_damaged_that_it_may_not_look_at(
     assert held(admin) == before
 
 
-@pytest.mark.parametrize("command", ["xadd", "get"])
+@pytest.mark.parametrize("commands", [["xadd"], ["get"], ["xack", "xdel"]])
 def test_a_job_is_not_given_up_by_who_may_not_do_all_of_it(
-    command: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+    commands: list[str], narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
 ) -> None:
     stream, job = shard.stream(), JOBS[0]
     pending: Any = admin.xpending_range(stream.key, GROUP, "-", "+", 9)
     (entry,) = [item["message_id"] for item in pending]
     before = held(admin)
     with (
-        closing(Servers.of_url(narrow(command))) as servers,
+        closing(Servers.of_url(narrow(*commands))) as servers,
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
         DeadLetters(servers, "me").give_up(stream, entry, b"data", job, 2, "other")
     assert held(admin) == before
+
+
+@pytest.mark.parametrize("name", ["release", "sift"])
+def test_what_cannot_be_taken_off_is_put_nowhere_else(
+    name: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
+) -> None:
+    """Or it would be there once more with each try. To take it off in one of two ways is enough."""
+    jobs, worker = shard.stream().key, Consumer(admin, shard)
+    arguments: list[Value]
+    if name == "sift":
+        admin.xadd(jobs, {"job": bytes(8 << 20)})
+        worker.read()
+        keys, arguments = [jobs, shard.dead], [shard.prefix, GROUP, worker.id, "0", 60_000, 10]
+    else:
+        digest, entry = JOBS[0].digest.hex(), worker.held()[0]
+        keys, arguments = [jobs], [shard.prefix, GROUP, 1, 1, digest, entry]
+    before = held(admin)
+    with closing(open_server(narrow("xack", "xdel"))) as server:
+        for _ in range(2):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                script(name)(server, keys, arguments)
+        assert held(admin) == before
+        for lacking in ("xack", "xdel"):
+            narrow(lacking)
+            script(name)(server, keys, arguments)
+    assert admin.xlen(jobs) == len(JOBS)
+    assert admin.xlen(shard.dead) == (2 if name == "sift" else 1)
 
 
 @pytest.mark.parametrize("stored", [(), JOBS[:1]])
@@ -132,8 +159,9 @@ def test_what_is_done_is_not_undone_by_who_may_call_no_idle_worker(
     assert entry.decode() not in str(admin.xrange(worker.stream))
 
 
+@pytest.mark.parametrize("command", ["xadd", "xdel"])
 def test_a_job_stays_where_it_is_while_it_may_not_come_forward(
-    narrow: Callable[..., str], admin: redis.Redis, pool_name: str
+    command: str, narrow: Callable[..., str], admin: redis.Redis, pool_name: str
 ) -> None:
     shard = shard_of_pool(pool_name)
     Caller(admin, shard).enqueue(JOBS[0], priority="batch")
@@ -141,7 +169,7 @@ def test_a_job_stays_where_it_is_while_it_may_not_come_forward(
         caller = Caller(cast(redis.Redis, server), shard, "other")
         caller.enqueue(JOBS[1])
         before = {key: dump for key, dump in held(admin).items() if b":reply:" not in key}
-        narrow("xadd")
+        narrow(command)
         with pytest.raises(redis.exceptions.NoPermissionError):
             caller.enqueue(JOBS[0])
     after = {key: dump for key, dump in held(admin).items() if b":reply:" not in key}
@@ -164,6 +192,22 @@ def test_what_was_not_taken_over_is_taken_over_later(
     assert [fields[b"reason"] for _, fields in dead] == [b"by hand", b"y", b"z"]
     assert admin.hgetall(shard.counters) == {b"computed": b"6"}
     assert 0 < int(cast(int, admin.pttl(shard.inherited))) <= 60_000
+
+
+@pytest.mark.parametrize("there", ["a string", {"computed": "x"}, {"computed": "9" * 19}])
+def test_what_is_taken_over_is_not_lost_where_the_heirs_counters_are_damaged(
+    there: Any, admin: redis.Redis, shard: ShardKeys
+) -> None:
+    admin.delete(shard.counters)
+    if isinstance(there, str):
+        admin.set(shard.counters, there)
+    else:
+        admin.hset(shard.counters, mapping={"failed": 2, **there})
+    keys = [shard.inherited, shard.counters, shard.dead]
+    counted: list[Value] = ["counted", 3, "computed", 5, "failed", 1, "batches", "no number"]
+    script("inherit")(cast(Server, admin), keys, [60_000, 60_000, 10, *counted])
+    kept = 0 if isinstance(there, str) else 2
+    assert admin.hgetall(shard.counters) == {b"computed": b"5", b"failed": b"%d" % (1 + kept)}
 
 
 @pytest.mark.parametrize("before", ["", "0-1"])
