@@ -44,6 +44,7 @@ from lmpool.backends.sglang.scorer import Scorer
 from lmpool.backends.small_answers import reduce_logits
 from lmpool.backends.torch_head import as_numbers
 from lmpool.backends.words import Words, alike
+from lmpool.checks import why_failed
 from lmpool.errors import EngineBroken, SettingsError
 from lmpool.wants import Score, TextScores, Want
 
@@ -88,7 +89,7 @@ def _breaking() -> Iterator[None]:
     except EngineBroken:
         raise
     except Exception as error:
-        raise EngineBroken(f"SGLang failed: {type(error).__name__}: {error}") from error
+        raise EngineBroken(f"SGLang failed: {why_failed(error)}") from error
 
 
 def let_go(error: BaseException | None) -> None:
@@ -161,7 +162,7 @@ class SGLangScheduler:
             let_go(error)
             self.close()
             raise SettingsError(
-                f"SGLang cannot serve {str(folder)!r}: {type(error).__name__}: {error}"
+                f"SGLang cannot serve {str(folder)!r}: {why_failed(error)}"
             ) from error
 
     def _start(self, arguments: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -27,6 +27,7 @@ from lmpool.backends.contract import Reference, ask, request_for, write_adapter 
 from lmpool.backends.progress import Listening  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
+from lmpool.backends.sglang.cpu import prepare  # noqa: E402
 from lmpool.backends.sglang.faithful import check_latent  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from lmpool.wants import Generate  # noqa: E402
@@ -352,6 +353,18 @@ def test_halves_of_adapters_are_refused(
 def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         SGLangEngine("tiny", **options)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_failure_without_words_is_told_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError
+
+    prepare()
+    monkeypatch.setattr("sglang.srt.managers.scheduler.Scheduler", fail)
+    said = r"SGLang cannot serve .* without words, of 'raise AssertionError' .*another engine"
+    with pytest.raises(SettingsError, match=said):
+        SGLangEngine("tiny")
 
 
 @pytest.mark.usefixtures("no_engine")
