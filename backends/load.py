@@ -14,6 +14,7 @@ from typing import Any, Final
 from lmpool.backends.batch import is_out_of_memory
 from lmpool.backends.engine import Engine
 from lmpool.backends.options import check_types
+from lmpool.checks import why_failed
 from lmpool.errors import LmpoolError, SettingsError
 from lmpool.garbage import uncollected
 
@@ -78,7 +79,7 @@ def load_engine(name: str, model: str, **options: object) -> Engine:
             raise  # who starts it again may have more luck
         raise SettingsError(
             f"engine={chosen!r} cannot serve model={model!r} with the options {sorted(options)}: "
-            f"{type(error).__name__}: {error}"
+            f"{why_failed(error)}"
         ) from error
     if not isinstance(engine, Engine):
         raise SettingsError(
@@ -109,9 +110,8 @@ def _find(name: str) -> Callable[..., object]:
         try:
             loaded: Callable[..., object] = point.load()
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
             raise SettingsError(
-                f"engine={name!r}: {point.value} cannot be imported: {reason}"
+                f"engine={name!r}: {point.value} cannot be imported: {why_failed(error)}"
             ) from error
         return loaded
     names = engine_names()

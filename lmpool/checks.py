@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import traceback
 from numbers import Real
 from typing import Final, TypeGuard
 
@@ -41,6 +42,22 @@ def said(error: BaseException, most: int = 200) -> str:
     """An error that is none of ours, as part of a message: its kind and its words."""
     text = words(error)[:most]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def why_failed(error: BaseException, text: str | None = None) -> str:
+    """Why an engine's library failed: the kind of its error and its words, or `text` for them.
+
+    Where it has none, it is the line that raised it, and what to do.
+    """
+    kind = type(error).__name__
+    text = words(error).strip() if text is None else text
+    frames = traceback.extract_tb(error.__traceback__)
+    if text or not frames:
+        return f"{kind}: {text}" if text else kind
+    return (
+        f"{kind} without words, of {frames[-1].line!r} ({frames[-1].filename}, line "
+        f"{frames[-1].lineno}): serve the model with another engine, or ask who makes this one"
+    )
 
 
 def as_number(value: object) -> float | None:

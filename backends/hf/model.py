@@ -19,6 +19,7 @@ from lmpool.backends.lora import CONFIG as ADAPTER_CONFIG
 from lmpool.backends.model_config import LONGEST_PROMPT_NAMES, SpecialTokens, special_tokens
 from lmpool.backends.options import check_dtype
 from lmpool.backends.soft_caps import capped_attention
+from lmpool.checks import why_failed
 from lmpool.errors import SettingsError
 from lmpool.garbage import uncollected
 
@@ -83,10 +84,10 @@ def load_model(
     except SettingsError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {_beginning(str(error))}"
         kind = "" if config is None else f" ({config.model_type})"
         raise SettingsError(
-            f"the model in {str(folder)!r}{kind} cannot be loaded: {reason}"
+            f"the model in {str(folder)!r}{kind} cannot be loaded: "
+            f"{why_failed(error, _beginning(str(error)))}"
         ) from error
     for name, stored_shape, shape in sorted(loading["mismatched_keys"]):
         raise SettingsError(

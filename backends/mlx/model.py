@@ -28,6 +28,7 @@ from lmpool.backends.mlx.rotary import settle_rotary
 from lmpool.backends.model_config import ModelConfig
 from lmpool.backends.options import DTYPES, check_dtype
 from lmpool.cache_memory import MOST_POSITIONS
+from lmpool.checks import why_failed
 from lmpool.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _why(error: BaseException) -> str:
             "its weights are not named as mlx-lm has this family's: take them as they are on the "
             f"hub or as mlx_lm.convert writes them, {_ELSE} ({said})"
         )
-    what = f"{type(error).__name__}: {said}"
+    what = why_failed(error, said)
     if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError):
         what += f" (mlx-lm makes no model of this config.json: mend it, {_ELSE})"
     return what

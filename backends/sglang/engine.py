@@ -24,7 +24,7 @@ from lmpool.backends.sglang.adapters import AdapterReader
 from lmpool.backends.sglang.drawing import draw_by_rows, draw_there
 from lmpool.backends.sglang.faithful import told
 from lmpool.backends.sglang.hidden import ModelHead
-from lmpool.backends.sglang.scheduler import Drawn, SGLangScheduler, Step
+from lmpool.backends.sglang.scheduler import Drawn, SGLangScheduler, Step, let_go
 from lmpool.backends.torch_head import as_numbers
 from lmpool.backends.words import alike, outcome_of
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
@@ -122,7 +122,8 @@ class SGLangEngine(ContinuousEngine[str]):
             self._head, reason = self._find_head(files)
             head = None if self._head is None else self._head.form
             self.info = replace(self.info, head=head, no_head=reason)
-        except BaseException:
+        except BaseException as error:
+            let_go(error)
             self.close()
             raise
 

@@ -105,6 +105,13 @@ OTHERS: Final[Mapping[str, Mapping[str, object]]] = {
 do, and the value, or the several, for which they compute the same; a callable has it of the text's
 configuration."""
 
+_BY_CACHE: Final = frozenset({"torch_native", "flex_attention"})
+"""Attention that looks at what is in the cache alone. Most layers whose cache has latent states in
+the place of keys and values hand those over beside it, for prompts whose beginning is not kept."""
+
+_OF_CACHE: Final = frozenset({"MiniCPM3ForCausalLM"})
+"""Classes whose layers attend to the latent states of the cache itself."""
+
 
 def told(config: ModelConfig) -> dict[str, Any]:
     """What is laid over config.json for SGLang to compute the same."""
@@ -151,6 +158,27 @@ def _scale_of_yarn(rope: Mapping[str, Any]) -> float:
     if rope.get("mscale") is None or rope.get("mscale_all_dim") is None:
         return scale(1)
     return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+
+
+def check_latent(settings: Any) -> None:
+    """Raise `SettingsError` where SGLang attends to latent states otherwise than transformers.
+
+    It is told by the `settings` (its `ServerArgs`), before anything is loaded.
+    """
+    overrides: Any = importlib.import_module("sglang.srt.arg_groups.overrides")
+    models: Any = importlib.import_module("sglang.srt.configs.model_config")
+    attention, _ = overrides.attention_backends_of(settings)
+    if attention not in _BY_CACHE:
+        return
+    config = models.ModelConfig.from_server_args(settings)
+    name = (config.hf_config.architectures or ["model"])[0]
+    if config.attention_arch == models.AttentionArch.MLA and name not in _OF_CACHE:
+        raise SettingsError(
+            f"SGLang's {name} attends to latent states (kv_lora_rank={config.kv_lora_rank} of "
+            f"config.json), and otherwise than the model with attention_backend={attention!r}, "
+            "all that there is on a CPU: rows would be others; serve it on a GPU, or with "
+            "engine='hf' or engine='vllm'"
+        )
 
 
 def check(model: torch.nn.Module, text: Any, said: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import sys
+import traceback
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +38,13 @@ from lmpool.backends.sglang.arguments import (
     joined,
 )
 from lmpool.backends.sglang.cpu import prepare
-from lmpool.backends.sglang.faithful import check
+from lmpool.backends.sglang.faithful import check, check_latent
 from lmpool.backends.sglang.hidden import HeadTrial, ModelHead
 from lmpool.backends.sglang.scorer import Scorer
 from lmpool.backends.small_answers import reduce_logits
 from lmpool.backends.torch_head import as_numbers
 from lmpool.backends.words import Words, alike
+from lmpool.checks import why_failed
 from lmpool.errors import EngineBroken, SettingsError
 from lmpool.wants import Score, TextScores, Want
 
@@ -87,7 +89,15 @@ def _breaking() -> Iterator[None]:
     except EngineBroken:
         raise
     except Exception as error:
-        raise EngineBroken(f"SGLang failed: {type(error).__name__}: {error}") from error
+        raise EngineBroken(f"SGLang failed: {why_failed(error)}") from error
+
+
+def let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold: the half of a model that was loaded until then, whose
+    memory the next one may need while somebody still looks at the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class SGLangScheduler:
@@ -149,9 +159,10 @@ class SGLangScheduler:
             self.close()
             raise
         except Exception as error:
+            let_go(error)
             self.close()
             raise SettingsError(
-                f"SGLang cannot serve {str(folder)!r}: {type(error).__name__}: {error}"
+                f"SGLang cannot serve {str(folder)!r}: {why_failed(error)}"
             ) from error
 
     def _start(self, arguments: Mapping[str, Any]) -> None:
@@ -168,6 +179,7 @@ class SGLangScheduler:
         check_types("server_args", arguments, server.ServerArgs)
         check_bounds(arguments)
         settings = server.ServerArgs(**arguments)
+        check_latent(settings)
         context.publish(
             settings,
             role="scheduler",
@@ -531,6 +543,9 @@ class SGLangScheduler:
                 parallel.destroy_model_parallel()
             with contextlib.suppress(AssertionError):
                 parallel.destroy_distributed_environment()
+            # It holds where a model has its experts, and takes no other's beside.
+            context: Any = importlib.import_module("sglang.srt.runtime_context")
+            context.reset_context()
             gc.collect()
             if self.device != "cpu":
                 torch.cuda.empty_cache()

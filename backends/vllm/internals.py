@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmpool.backends import progress
 from lmpool.backends.engine import Measures
+from lmpool.checks import why_failed, words
 from lmpool.errors import EngineBroken, SettingsError
 
 if TYPE_CHECKING:
@@ -462,8 +463,7 @@ def root_cause(error: BaseException) -> str:
     """What went wrong first, on one line: vLLM wraps its errors several times."""
     while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text:.500}"
+    return why_failed(error, " ".join(words(error).split())[:500])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -144,6 +144,16 @@ def test_what_does_not_matter_is_left_out(folder: Path, caplog: pytest.LogCaptur
     change_weights(folder, lambda _: {**plain, **eights, **masks})
     HFEngine(str(folder))
     assert "has no place for " in caplog.text
+
+
+def test_a_failure_without_words_is_told_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    said = r"cannot be loaded: .* without words, of 'raise AssertionError' .*another engine"
+    with pytest.raises(SettingsError, match=said):
+        HFEngine("tiny")
 
 
 def test_an_adapter_beside_the_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -694,3 +694,13 @@ def test_falcon_h1_of_a_conversion_that_forgot_multipliers_is_refused() -> None:
     assert taken("falcon_h1", turned, {"key_multiplier": 1.0}) == turned
     with pytest.raises(SettingsError, match=r"key_multiplier=0\.3 .*as it is on the hub"):
         taken("falcon_h1", turned, _MULTIPLIERS)
+
+
+def test_a_failure_without_words_is_told_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr("mlx_lm.utils.load_model", fail)
+    said = r"cannot be loaded: .* without words, of 'raise AssertionError' .*another engine"
+    with pytest.raises(SettingsError, match=said):
+        MLXEngine("tiny")

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -27,9 +27,11 @@ from lmpool.backends.contract import Reference, ask, request_for, write_adapter 
 from lmpool.backends.progress import Listening  # noqa: E402
 from lmpool.backends.sampling import sample_token  # noqa: E402
 from lmpool.backends.sglang import SGLangEngine  # noqa: E402
+from lmpool.backends.sglang.cpu import prepare  # noqa: E402
+from lmpool.backends.sglang.faithful import check_latent  # noqa: E402
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError  # noqa: E402
 from lmpool.wants import Generate  # noqa: E402
-from tests.families.small import SCALES, small_configuration  # noqa: E402
+from tests.families.small import FAMILIES, SCALES, small_configuration  # noqa: E402
 from tests.support.engines import drawn, rows_of  # noqa: E402
 from tests.support.hf_texts import (  # noqa: E402
     hide_modules,
@@ -354,12 +356,50 @@ def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.usefixtures("no_engine")
+def test_a_failure_without_words_is_told_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError
+
+    prepare()
+    monkeypatch.setattr("sglang.srt.managers.scheduler.Scheduler", fail)
+    said = r"SGLang cannot serve .* without words, of 'raise AssertionError' .*another engine"
+    with pytest.raises(SettingsError, match=said):
+        SGLangEngine("tiny")
+
+
+@pytest.mark.usefixtures("no_engine")
 def test_after_a_refusal_the_process_has_room_for_an_engine(
     tiny_engine: Callable[..., SGLangEngine],
 ) -> None:
     with pytest.raises(SettingsError):
         SGLangEngine("tiny", server_args={"attention_backend": "psychic"})
     assert ask(tiny_engine(), [request_for([1])])[0].error is None
+
+
+def held() -> list[str]:
+    """What of SGLang's models is in memory, although somebody may still look at an error."""
+    gc.collect()
+    kinds = [type(one) for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+    names = [k.__name__ for k in kinds if k.__module__.startswith("sglang.srt.models.")]
+    return sorted(names)
+
+
+@pytest.mark.parametrize("weights", ["whole", "none"])
+def test_after_a_mixture_of_experts_the_process_has_room_for_an_engine(
+    weights: str, tmp_path: Path, no_engine: None, tiny_engine: Callable[..., SGLangEngine]
+) -> None:
+    """Whether it was served and closed, or refused when half of it was there."""
+    folder, before = save_family("qwen3_moe", tmp_path), held()
+    if weights == "whole":
+        SGLangEngine(folder).close()
+    else:
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(SettingsError, match="Cannot find any model weights") as refused:
+            SGLangEngine(folder)
+        assert refused.value.__cause__ is not None
+        assert held() == before
+    found = rows_of(tiny_engine(), PROMPTS)
+    assert np.abs(found - Reference.of("tiny").rows(PROMPTS)).max() < 1e-4
 
 
 def test_another_release_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,17 +490,49 @@ def test_heads_and_positions_that_sglang_looks_for_elsewhere(
     model_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """A head that is tied by the whole of a model, and positions by the names of transformers 5."""
+    compare(save_family(model_type, tmp_path, **changes))
+
+
+def save_family(model_type: str, folder: Path, **changes: Any) -> str:
+    """A small model of any family that transformers knows, whose rows are far from flat."""
     torch.manual_seed(0)
     config = small_configuration(model_type, SCALES[1], **changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3 if parameter.dim() > 1 else 1)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def compare(folder: str) -> None:
     prompts = [np.random.default_rng(n).integers(5, VOCAB, n).tolist() for n in (1, 5, 60)]
-    expected = Reference(str(tmp_path)).rows(prompts)
-    with closing(SGLangEngine(str(tmp_path))) as engine:
+    expected = Reference(folder).rows(prompts)
+    with closing(SGLangEngine(folder)) as engine:
         assert np.abs(rows_of(engine, prompts) - expected).max() < 1e-4
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_layers_that_attend_to_the_latent_states_of_the_cache(tmp_path: Path) -> None:
+    compare(save_family("minicpm3", tmp_path))
+
+
+LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "longcat_flash")
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("model_type", LATENT)
+def test_layers_that_attend_to_latent_states_otherwise(model_type: str, tmp_path: Path) -> None:
+    """They are refused by config.json, before there are weights to load; and not on a GPU."""
+    config = small_configuration(model_type, SCALES[1])
+    config.architectures = [FAMILIES[model_type]]
+    config.save_pretrained(tmp_path)
+    said = f"SGLang's {FAMILIES[model_type]} attends to latent states .kv_lora_rank=16.*engine='hf'"
+    with pytest.raises(SettingsError, match=said):
+        SGLangEngine(str(tmp_path))
+    settings = importlib.import_module("sglang.srt.server_args").ServerArgs
+    for attention in (None, "fa3", "flashinfer", "triton", "dsa"):
+        check_latent(settings(model_path=str(tmp_path), device="cuda", attention_backend=attention))
 
 
 _PART = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -489,8 +561,11 @@ def test_what_sglang_computes_otherwise_is_refused(
         tensors = load_file(file)
         tensors["lm_head.bias"] = torch.arange(VOCAB) / VOCAB
         save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(SettingsError, match=said):
+    before = held()
+    with pytest.raises(SettingsError, match=said) as refused:
         SGLangEngine(folder).close()
+    assert refused.value.__traceback__ is not None
+    assert held() == before
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -22,6 +22,7 @@ from lmpool.backends.contract import write_adapter as write_lora
 from lmpool.backends.model_identity import model_identity
 from lmpool.errors import AdapterError, EngineBroken, PromptFailed, SettingsError
 from lmpool.wants import Generate
+from tests.support import logged
 from tests.support.engines import drawn, requests_of
 from tests.support.hf_texts import (
     hide_modules,
@@ -681,7 +682,7 @@ class TestOwnVLLM:
     def test_says_what_it_computes_otherwise(self, llm, monkeypatch, caplog):
         with caplog.at_level(logging.WARNING, logger="lmpool"):
             OwnRows(llm).close()
-            assert caplog.text == ""
+            assert logged.messages(caplog) == []
             config = llm.llm_engine.vllm_config.model_config.hf_text_config
             monkeypatch.setattr(config, "sliding_window", 7, raising=False)
             OwnRows(llm).close()
@@ -691,6 +692,22 @@ class TestOwnVLLM:
         monkeypatch.delattr(CapturedRows, "lmpool_attach")
         with pytest.raises(SettingsError, match="started with worker_extension_cls='lmpool"):
             OwnRows(llm)
+
+
+def test_a_failure_without_words_is_told_by_its_line():
+    def fail():
+        raise AssertionError
+
+    def wrap():
+        try:
+            fail()
+        except AssertionError as error:
+            raise RuntimeError("the engine core failed") from error
+
+    with pytest.raises(RuntimeError) as wrapped:
+        wrap()
+    said = internals.root_cause(wrapped.value)
+    assert said.startswith("AssertionError without words, of 'raise AssertionError' (")
 
 
 def test_an_own_vllm_that_decodes_speculatively_is_refused():

@@ -24,6 +24,7 @@ from lmpool.producer.collector import DOUBTFUL, Collector
 from lmpool.producer.pending import PendingCall
 from lmpool.producer.session import Session
 from lmpool.wire import Job
+from tests.support import logged
 from tests.support.fake import FakeServer
 from tests.support.parts import (
     Flag,
@@ -527,7 +528,7 @@ def test_a_refusal_that_lasts_is_told_once(
     with caplog.at_level("WARNING"):
         run()
         assert call.wait(60)
-    told = [record.message for record in caplog.records]
+    told = logged.messages(caplog)
     prefix = "the reply stream could not be read: "
     assert told == [prefix + "no rights", prefix + "other rights"]
 

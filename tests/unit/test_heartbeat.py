@@ -25,6 +25,7 @@ from lmpool.worker.intake import create_groups
 from lmpool.worker.membership import join
 from lmpool.worker.status import WorkerStatus
 from lmpool.worker.tally import Tally
+from tests.support import logged
 from tests.support.fake import FakeServer
 from tests.support.parts import SplitServers, Time, info_of
 from tests.support.protocol import Consumer, be_steady, new_job
@@ -483,7 +484,7 @@ def test_a_beat_is_not_said_to_be_missed_where_mending_alone_is_refused(
     with caplog.at_level(logging.WARNING):
         new(servers, keys).run(ended)
     assert all(server.exists(shard.alive("me")) for shard in shards)
-    (said,) = caplog.messages
+    (said,) = logged.messages(caplog)
     assert said.startswith("the heartbeat, or what is mended")
     assert said.endswith(": no xinfo")
 

@@ -29,6 +29,7 @@ from lmpool.wants import Digest
 from lmpool.worker import laying as laying_module
 from lmpool.worker.laying import TOLD_BYTES, Laying
 from lmpool.worker.near_clients import NearClients
+from tests.support import logged
 
 pytestmark = pytest.mark.skipif(not IS_ORDERED, reason="no rows are laid on this machine")
 
@@ -364,7 +365,7 @@ def test_an_owner_that_is_no_text_is_told_of_once(
     with caplog.at_level(logging.WARNING, "lmpool"):
         for _ in range(3):
             laying.lay(DIGESTS[:1], [large_row()])
-    assert len(caplog.records) == 1
+    assert len(logged.records(caplog)) == 1
     assert {*os.listdir(here.folder)} == files("c")
     laying.close()
     client.leave()
@@ -390,13 +391,13 @@ def test_where_there_is_no_room_it_is_said_once(
         patch.setattr(os, fails, full)
         laying.lay(DIGESTS[:2], [large_row(), large_row()])
     assert len(left) == 1
-    (record,) = caplog.records
+    (record,) = logged.records(caplog)
     assert record.levelno == logging.WARNING
     assert "it is full. Mend that, or set LMPOOL_NEAR_BYTES=0" in record.message
     caplog.clear()
     for _ in range(3):  # though there is room by now
         laying.lay(DIGESTS[:1], [large_row()])
-    assert not caplog.records
+    assert logged.messages(caplog) == []
     assert {*os.listdir(here.folder)} == files("c")
     laying.close()
     client.leave()
@@ -452,7 +453,7 @@ def test_where_there_is_little_room_a_ring_is_smaller(
     (path,) = here.look("rows").values()
     assert os.stat(path).st_size == FRONT + size
     assert read(ring_of(path), DIGESTS[0], large_row()) == large_row().joined()
-    assert not caplog.records
+    assert logged.messages(caplog) == []
     set_free(monkeypatch, 0)  # it has what it has
     laying.lay(DIGESTS[1:2], [large_row()])
     laying.close()
@@ -472,7 +473,7 @@ def test_where_there_is_less_there_is_no_ring(
         for left in (free, 100 * MIB):  # it is not tried again
             set_free(monkeypatch, left)
             laying.lay(DIGESTS[:1], [large_row()])
-    (record,) = caplog.records
+    (record,) = logged.records(caplog)
     assert f" has room for {free // 2:,} bytes. Mend that" in record.message
     assert {*os.listdir(here.folder)} == files("c")
     laying.close()
@@ -530,7 +531,7 @@ def test_a_ring_that_cannot_be_made_anew_is_warned_of_once(
     with caplog.at_level(logging.WARNING, "lmpool"):
         for _ in range(3):
             laying.lay(DIGESTS[:1], [large_row()])
-    assert len(caplog.records) == 1
+    assert len(logged.records(caplog)) == 1
     assert here.look("rows") == {}
     laying.close()
     for client in clients:

@@ -11,6 +11,7 @@ import pytest
 from lmpool.backends import Request, load_engine
 from lmpool.backends.mock import MockEngine, mock_row
 from lmpool.backends.progress import Listening
+from lmpool.checks import why_failed
 from lmpool.errors import SettingsError
 
 
@@ -142,6 +143,33 @@ def test_importing_the_backends_imports_no_machine_learning_library() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_library_that_fails_without_words_is_told_by_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(model: str) -> NoReturn:
+        assert model == "another"
+        raise RuntimeError
+
+    monkeypatch.setattr("lmpool.backends.load._find", lambda name: fail)
+    said = (
+        r"RuntimeError without words, of 'raise RuntimeError' \(.*py, line \d+\): serve the model"
+    )
+    with pytest.raises(SettingsError, match=said):
+        load_engine("failing", "another")
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "said"),
+    [
+        (ValueError("no such layer"), None, "ValueError: no such layer"),
+        (ValueError("no such layer"), "shorter", "ValueError: shorter"),
+        (ValueError("  "), None, "ValueError"),  # which nobody raised
+    ],
+)
+def test_what_a_library_says_of_its_failure(error: Exception, text: str | None, said: str) -> None:
+    assert why_failed(error, text) == said
 
 
 def test_an_engine_that_finds_no_memory_may_be_started_again(

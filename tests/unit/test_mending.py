@@ -12,6 +12,7 @@ from lmpool.keys import GROUP, ShardKeys
 from lmpool.servers import Servers
 from lmpool.worker.homes import Homes
 from lmpool.worker.mending import mend
+from tests.support import logged
 from tests.support.parts import info_of
 from tests.support.protocol import Caller, Consumer, entries_of, new_job, shard_of_pool
 
@@ -58,7 +59,7 @@ def test_jobs_behind_the_groups_place_are_asked_again(
     assert len(later) == 4
     caplog.clear()
     look_after(redis_client, shard)
-    assert caplog.text == ""
+    assert logged.messages(caplog) == []
     assert [first, *later] == ids(redis_client, shard) == worker.held()
 
 

@@ -20,6 +20,7 @@ from lmpool.monitoring import server as server_module
 from lmpool.monitoring.families import family, merged
 from lmpool.monitoring.server import MOST, MonitoringServer, Readiness, application
 from lmpool.monitoring.spread import Spread
+from tests.support import logged
 from tests.support.ports import free_port
 from tests.support.scrape import Scrape, get, status
 from tests.support.waiting import until
@@ -173,14 +174,16 @@ def test_a_port_that_is_taken_is_said_and_waited_for(
         with caplog.at_level(logging.INFO, "lmpool"):
             server.start()
         assert server.port is None
-        (said,) = caplog.messages
+        (said,) = logged.messages(caplog)
         assert f"port={taken}" in said
         assert "stop what does, or write another port" in said
         time.sleep(0.2)
         assert server.port is None
     until(lambda: server.port == taken, what="the port to be taken")
     assert Scrape(taken).value("answer") == 42
-    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1, "said once"
+    assert len([r for r in logged.records(caplog) if r.levelno >= logging.WARNING]) == 1, (
+        "said once"
+    )
     server.close()
 
 

@@ -18,6 +18,7 @@ from lmpool.worker import moving
 from lmpool.worker.carrying import carry_over, enter
 from lmpool.worker.moving import AWAY_PAUSE, CARRY_AFTER, Mover, left_on_the_way
 from lmpool.worker.status import WorkerStatus
+from tests.support import logged
 from tests.support.parts import Time, info_of
 
 
@@ -193,7 +194,7 @@ def test_what_keeps_adapters_from_coming_is_said_once_until_they_do(
             caplog.clear()
             for _ in range(3):
                 looking.mover.bring(servers)
-            said.append([record.getMessage() for record in caplog.records])
+            said.append(logged.messages(caplog))
     once = ["adapters and the layout's name could not be brought: cut"]
     assert said == [once, [], once]
 

@@ -32,6 +32,7 @@ from lmpool.rows import ROW_HEADER_BYTES, PackedRow, pack_logprobs
 from lmpool.servers import Servers
 from lmpool.wants import Generate
 from lmpool.wire import Job
+from tests.support import logged
 from tests.support.parts import (
     VOCAB,
     Guarded,
@@ -265,7 +266,7 @@ def test_what_lies_near_and_is_no_row_is_passed_over(
     assert not session.table.has_unsent()
     assert session.table.statistics.resubmitted == 0
     assert session.cache.get(jobs[0].digest) is None
-    assert not caplog.records
+    assert logged.messages(caplog) == []
     put(server, session, jobs[:1])
     monkeypatch.setattr(answers_module, "SMALLEST", 1 << 10)
     reader = AnswerReader(session, Servers(lambda: server))  # type: ignore[arg-type,return-value]

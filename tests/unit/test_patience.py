@@ -12,6 +12,7 @@ import redis.exceptions
 from lmpool.errors import LmpoolError, ServerRefused, ServerUnreachable
 from lmpool.worker import patience
 from lmpool.worker.patience import PAUSE, SERVER_WAIT, patiently
+from tests.support import logged
 from tests.support.parts import Time
 
 Pause = Callable[[float], bool]
@@ -64,11 +65,10 @@ def test_what_passes_is_waited_for_and_each_reason_told_once(
     with caplog.at_level(logging.WARNING):
         assert patiently(failing(*PASSING, *PASSING), pause) == "done"
     assert clock.now == pytest.approx(began + 2 * len(PASSING) * PAUSE)
-    assert len(caplog.messages) == len(PASSING)
-    assert caplog.messages[0] == "waiting for the server, 60 s at most: no answer"
-    assert (
-        caplog.messages[-1] == "waiting for the server, 58 s at most: Timeout reading from socket"
-    )
+    told = logged.messages(caplog)
+    assert len(told) == len(PASSING)
+    assert told[0] == "waiting for the server, 60 s at most: no answer"
+    assert told[-1] == "waiting for the server, 58 s at most: Timeout reading from socket"
 
 
 def test_nobody_waits_longer_than_is_said(pause: Pause, clock: Time) -> None:

@@ -39,6 +39,7 @@ from lmpool.scripts import ScriptsMissing
 from lmpool.servers import Servers
 from lmpool.wants import Digest, Draw, Generate, Row, Score, Tokens, Want
 from lmpool.wire import Job, JobPacker, unpack_job
+from tests.support import logged
 from tests.support.fake import FakeServer
 from tests.support.heartbeats import beating
 from tests.support.parts import (
@@ -599,7 +600,7 @@ def test_each_reason_of_an_outage_is_logged_once(
                 ScriptsMissing(),
             ):
                 lost = sender._after_loss(error, lost)
-        said = [text.partition("trying again (")[2] for text in caplog.messages]
+        said = [text.partition("trying again (")[2] for text in logged.messages(caplog)]
         return [text.partition(" ")[0] for text in said]
 
     with caplog.at_level("WARNING"):
