@@ -85,7 +85,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         from lmpool.backends import tiny
 
         return _checked(Path(tiny.path()), name, revision)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return _checked(folder, name, revision)
     if folder.exists():

@@ -40,7 +40,7 @@ def read_config(environ: Mapping[str, str] | None = None) -> ConfigFile | None:
     Raises `SettingsError` where the one that is named is not there, and for one that is no TOML.
     """
     named = (os.environ if environ is None else environ).get(VARIABLE)
-    path = Path(named or USUAL).expanduser()
+    path = Path(os.path.expanduser(named or USUAL))
     if not named and not path.is_file():
         return None
     try:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def __getattr__(name: str) -> Any:
         with uncollected():
             from lmpool.worker.arq_settings import WorkerSettings
     except LmpoolError as error:
-        print(f"lmpool worker: {error}", file=sys.stderr)
+        with suppress(OSError):  # the status tells who starts it
+            print(f"lmpool worker: {error}", file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
     return WorkerSettings

@@ -7,6 +7,7 @@ that reads them; arq ends with the first command that fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import sys
@@ -275,7 +276,8 @@ class CheckingRedis(ArqRedis):
                             raise
                     await asyncio.sleep(AGAIN)
         except LmpoolError as error:
-            print(f"lmpool worker: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the status tells who starts it
+                print(f"lmpool worker: {error}", file=sys.stderr)
             raise SystemExit(self._failed) from None
 
 

@@ -67,6 +67,10 @@ class Heartbeat:
         """Shards whose bounds this worker has yet to say."""
         self.expects: Sequence[str] = ()
         """Keys of the pool that are to be there, and that nobody else makes anew."""
+        self._is_replaced = False
+        """Whether the pool was last seen to serve another model."""
+        self._lost_at: float | None = None
+        """Since when that is not there."""
 
     def beat(self, servers: Servers) -> list[str]:
         """Renew once, publish the model info again where it is none, and mend what was damaged.
@@ -80,10 +84,13 @@ class Heartbeat:
             servers.apart([shard], partial(self._beat_in, shard, value))
         try:
             server = servers.for_key(self._pool[0])
-            served = script("serve")(server, self._pool, self._serves)
+            served = 0
+            if not self._leaves_it(server):
+                served = script("serve")(server, self._pool, self._serves)
             if served == 0:
                 self._compare(server)
             else:
+                self._is_replaced = False
                 if served == 2:
                     self._mend_info(server)
                 missing += [key for key in self.expects if not _holds(servers.for_key(key), key)]
@@ -93,6 +100,18 @@ class Heartbeat:
             logger.debug("what is served could not be said: %s", error)
         self._status.metrics.beat_at = time.monotonic()
         return missing + mend(servers, self._shards, self._info, self._homes, self._joining)
+
+    def _leaves_it(self, server: Server) -> bool:
+        """Whether others are to say first what the pool serves: those of the model that replaced
+        ours. A server that lost what they have said hears it from them within a life, or they are
+        gone."""
+        if not self._is_replaced or get_string(server, self._pool[0]) is not None:
+            self._lost_at = None
+            return False
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        return now - self._lost_at < LIFE_MS / 1000
 
     def _mend_info(self, server: Server) -> None:
         """Publish the model info again where nobody can read what is there."""
@@ -115,14 +134,18 @@ class Heartbeat:
         held = get_string(server, self._pool[0])
         try:
             found = ModelInfo.unpack(held or b"")
+        except OfLaterRelease:
+            self._is_replaced = True
+            return
         except WireError:
             return
         # Who joined may have brought another placement, too.
         there = replace(
             self._info.laid_as(found), block_tokens=found.block_tokens, blocks=found.blocks
         )
-        if there.mark() != found.mark() or there.mark() == self._info.mark():
-            return  # another model's, or ours
+        self._is_replaced = there.mark() != found.mark()
+        if self._is_replaced or there.mark() == self._info.mark():
+            return
         if found.follows(self._info) or not self._info.follows(found):
             self._on_moved(there)
             return

@@ -34,7 +34,7 @@ OF: Final[dict[str, type[BaseSettings]]] = {
 def use(path: Path | None) -> None:
     """Have this process, and those that it starts, read this file."""
     if path is not None:
-        file = path.expanduser().absolute()
+        file = Path(os.path.expanduser(path)).absolute()
         try:
             file.open("rb").close()
         except (OSError, ValueError) as error:  # it may have a null character

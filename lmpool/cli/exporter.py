@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lmpool.cli.options import Url
-from lmpool.cli.terminal import errors
+from lmpool.cli.terminal import tell
 from lmpool.errors import SettingsError
 from lmpool.logs import logging_config
 from lmpool.settings import ClientOptions, pool_addresses, refuse_unknown_variables
@@ -55,7 +55,7 @@ def exporter(
             signal.signal(number, lambda *_: stopped.set())
         server.start()
         shown = f"[{host}]" if ":" in host else host
-        errors().print(f"lmpool exporter at http://{shown}:{server.port}/metrics")
+        tell(f"lmpool exporter at http://{shown}:{server.port}/metrics")
         while not stopped.wait(3600):
             pass
         server.close()

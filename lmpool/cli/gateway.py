@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from lmpool.cli.setting_options import option, parameter
-from lmpool.cli.terminal import errors, escape
+from lmpool.cli.terminal import errors, escape, tell
 from lmpool.errors import SettingsError
 from lmpool.logs import logging_config
 from lmpool.settings import (
@@ -64,9 +64,9 @@ def gateway(pool: list[str] | None, url: str | None, **given: Any) -> None:
     logging.config.dictConfig(logging_config(level, form, others="uvicorn.error"))
 
     def show(url: str) -> None:
-        errors().print(f"lmpool gateway at {url}/v1, described at {url}/docs, live at {url}/")
+        tell(f"lmpool gateway at {url}/v1, described at {url}/docs, live at {url}/")
         if settings.api_keys is None and host not in ("127.0.0.1", "::1", "localhost"):
-            errors().print("[yellow]without --api-keys whoever reaches it may ask[/]")
+            tell("[yellow]without --api-keys whoever reaches it may ask[/]")
 
     serve(options, host, settings.port, show)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 from typing import Any, Final
 
 from rich import markup
@@ -48,9 +50,20 @@ def _named(character: str) -> str:
     return character.encode("unicode_escape").decode()
 
 
+def tell(text: str) -> None:
+    """A line on stderr. Where that takes none, what is to be done is done all the same, and the
+    exit status says how it went."""
+    console = errors()
+    with console.capture() as line:  # rich ends the process where a pipe has no reader
+        console.print(text)
+    if sys.stderr is not None:  # closed; print would take stdout for it
+        with contextlib.suppress(OSError):
+            print(line.get(), end="", file=sys.stderr, flush=True)
+
+
 def print_error(error: LmpoolError) -> None:
     """``error: ...`` on stderr."""
-    errors().print(f"[bold red]error:[/] {escape(str(error))}")
+    tell(f"[bold red]error:[/] {escape(str(error))}")
 
 
 def json_text(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +108,12 @@ def _config_file(name: str) -> Path:
     if name == "tiny":
         return Path(__file__).parents[1] / "backends" / "tiny" / "model" / "config.json"
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if path.is_dir():
             return path / "config.json"
         if path.exists() or name.startswith((".", "~", "/")) or name.count("/") != 1:
             return path
-    except (OSError, ValueError, RuntimeError):  # too long for a path, or a null character
+    except (OSError, ValueError):  # too long for a path, or a null character
         raise SettingsError(f"model={quoted(name)} is no path: name a folder or file") from None
     return _cached(name)
 

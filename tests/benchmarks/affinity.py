@@ -85,7 +85,7 @@ def pool_of(
             worker = WorkerProcess(server.url, name, lanes=lanes, batch_size=batch_size, **settings)
             stack.callback(worker.close)
             workers.append((worker, log))
-        logs = {worker.wait_until_alive(60)["id"]: log for worker, log in workers}
+        logs = {worker.wait_until_alive()["id"]: log for worker, log in workers}
         time.sleep(settled)
         yield Pool(stack.enter_context(connected(server.url, name, cache_bytes=0)), logs)
 

@@ -169,7 +169,7 @@ def _pool(stack: ExitStack, server: RealServer, folder: str) -> Side:
             engine_opts={"device": "cpu", "threads": THREADS},
         )
     )
-    worker.wait_until_alive(60)
+    worker.wait_until_alive()
     lm = stack.enter_context(connected(server.url, "hf", cache_bytes=0))
 
     def run(work: Workload) -> Rows:

@@ -111,7 +111,7 @@ def _pool(stack: ExitStack, folder: str) -> Pool:
             engine_opts={"device": "cpu", "threads": THREADS}, result_ttl=3.0,
         )
     )  # fmt: skip
-    worker.wait_until_alive(60)
+    worker.wait_until_alive()
     return Pool(stack.enter_context(connected(server.url, NAME)), worker, server)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -22,6 +23,8 @@ from lmpool import __version__
 from lmpool.backends.mock import mock_row
 from lmpool.cli import app
 from lmpool.cli.demo.load import CHECKED, ROUNDS, make_work
+from lmpool.exit_status import EXIT_REFUSED
+from tests.support.ports import free_port
 from tests.support.processes import short_folder, users_of, wait_until_gone
 from tests.support.server import RealServer
 from tests.support.waiting import until
@@ -107,6 +110,64 @@ def test_output_that_finds_no_room_is_said_in_a_line(arguments: list[str]) -> No
     assert done.stderr == "error: what it says cannot be written: No space left on device\n"
 
 
+ARQ = [sys.executable, "-P", "-m", "arq", "lmpool.worker.WorkerSettings"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "command", "status"),
+    [
+        ("full", [*LMPOOL, "worker", "--pool", "a b"], EXIT_REFUSED),
+        ("left", [*LMPOOL, "worker", "--pool", "a b"], EXIT_REFUSED),
+        ("full", ARQ, EXIT_REFUSED),
+        ("left", [*ARQ, "--check"], EXIT_REFUSED),
+        ("full", [*LMPOOL, "stats", "--pool", "a b"], 2),
+        ("full", [*LMPOOL, "sevre"], 2),
+        ("full", [*LMPOOL, "gateway-key"], 2),  # a key that nobody has seen
+    ],
+)
+def test_a_stderr_that_takes_nothing_changes_no_status(
+    stderr: str, command: list[str], status: int
+) -> None:
+    reader, left = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=full if stderr == "full" else left,
+            timeout=150, env=clean_environment() | {"LMPOOL_POOL": "a b"}, check=False,
+        )  # fmt: skip
+    os.close(left)
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize("command", ["gateway", "exporter"])
+def test_a_command_that_serves_does_so_without_a_stderr(
+    command: str, server_url: str, pool_name: str
+) -> None:
+    port = free_port()
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [*LMPOOL, command, "--url", server_url, "--pool", pool_name, "--port", str(port)],
+            stdout=subprocess.DEVNULL, stderr=full, env=clean_environment(),
+        )  # fmt: skip
+    try:
+        until(
+            lambda: process.poll() is not None or _answers(f"http://127.0.0.1:{port}/health"),
+            60,
+            what=f"the {command} to serve",
+        )
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code > 0
+    except httpx.TransportError:
+        return False
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -125,6 +186,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (">&-", "--version", 0),
         (">&- 2>&-", "sevre", 2),
         ("2>&-", "dead show", 2),
+        ("2>&-", "ping --url redis://127.0.0.1:1", 2),
         ("<&-", "score -", 2),
     ],
 )
@@ -135,6 +197,7 @@ def test_a_standard_stream_may_be_closed(closed: str, arguments: str, status: in
     )  # fmt: skip
     assert done.returncode == status
     assert "Traceback" not in done.stderr
+    assert done.stdout == ""  # errors are not for who reads what was asked for
     if closed == "<&-":
         assert done.stderr == "error: the standard input is empty: there is nothing to score\n"
 
@@ -208,6 +271,20 @@ def test_who_needs_no_working_directory_does_without(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert "deleted" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-here/nope.toml", "~/nope.toml"])
+def test_a_file_in_nobodys_home_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    refused = lmpool("--config", name, "config")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert f"--config {name} cannot be read: No such file" in re.sub(r"\s+", " ", refused.stderr)
+    monkeypatch.setenv("LMPOOL_CONFIG", name)
+    refused = lmpool("config")
+    assert refused.exit_code == 2
+    assert f"LMPOOL_CONFIG={name} cannot be read: No such file" in refused.stderr
+    refused = lmpool("plan", "--model", name, "--prompt-rate", "1")
+    assert refused.exit_code == 2
 
 
 @pytest.mark.parametrize(("command", "status"), [("config", 2), ("gateway", 78), ("page", 78)])

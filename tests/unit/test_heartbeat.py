@@ -217,6 +217,46 @@ def test_a_model_info_that_was_lost_is_published_again_and_anothers_is_left(
     assert server.get(keys.serving) == other.mark()
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_model_that_was_replaced_comes_back_only_where_the_other_has_gone(
+    is_later: bool,
+    servers: Servers,
+    server: redis.Redis,
+    keys: PoolKeys,
+    clock: Time,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that loses everything is told by those who took the pool over what it serves."""
+    monkeypatch.setattr(heartbeat_module, "time", clock)
+    other = replace(INFO, fingerprint="f" * 32)
+    packed = other.pack()
+    if is_later:
+        packed = msgpack.packb({**msgpack.unpackb(packed), "v": INFO_VERSION + 1})
+    replaced, current = new(servers, keys), new(servers, keys, other, "another")
+    replaced.beat(servers)
+    for _ in range(2):
+        server.set(keys.info, packed)
+        server.set(keys.serving, other.mark())
+        replaced.beat(servers)
+        server.delete(keys.info, keys.serving)
+        replaced.beat(servers)
+        assert server.get(keys.info) is None
+    current.beat(servers)
+    replaced.beat(servers)
+    assert server.get(keys.info) == other.pack()
+    assert server.get(keys.serving) == other.mark()
+    # Nobody is left who would say it.
+    server.delete(keys.info, keys.serving)
+    replaced.beat(servers)
+    clock.now += LONG_LIFE_MS / 1000
+    replaced.beat(servers)
+    assert server.get(keys.info) == INFO.pack()
+    # It is the pool's own model again.
+    server.delete(keys.info, keys.serving)
+    replaced.beat(servers)
+    assert server.get(keys.info) == INFO.pack()
+
+
 def test_what_is_to_be_there_and_is_not_is_told_at_each_beat_while_the_pool_is_its_own(
     servers: Servers, server: redis.Redis, keys: PoolKeys
 ) -> None:

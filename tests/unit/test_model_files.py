@@ -157,6 +157,7 @@ def test_tiny_and_folders_are_found(folder: Path, monkeypatch: pytest.MonkeyPatc
         ("./nowhere", None, "model='./nowhere': there is no such folder"),
         ("/nowhere/at/all", None, "there is no such folder"),
         ("~/nowhere-at-all", None, "there is no such folder"),
+        ("~nobody-of-here/model", None, "there is no such folder"),
         ("some/nested/folder", None, "there is no such folder"),
         ("tiny", "main", "revision='main'"),
         ("{folder}", "v2", "revision='v2'"),
