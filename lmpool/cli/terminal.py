@@ -54,10 +54,10 @@ def tell(text: str) -> None:
     """A line on stderr. Where that takes none, what is to be done is done all the same, and the
     exit status says how it went."""
     console = errors()
-    with console.capture() as line:  # rich ends the process where a pipe has no reader
-        console.print(text)
-    if sys.stderr is not None:  # closed; print would take stdout for it
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        with console.capture() as line:  # rich ends the process where a pipe has no reader
+            console.print(text)
+        if sys.stderr is not None:  # print would take stdout for one that is closed
             print(line.get(), end="", file=sys.stderr, flush=True)
 
 
