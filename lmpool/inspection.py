@@ -334,15 +334,16 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
 
 def _refused(server: Server, options: ClientOptions) -> tuple[list[str], list[str] | None]:
     """What this user may not of what clients do, and of what only workers do: None of who is none,
-    as it may take no jobs."""
+    as it may take no jobs. Of such a one no more is asked: each refusal is in the server's ACL LOG,
+    in the place of those that are looked for there."""
     of_clients = client_commands(options.pool, client_id(options.url))
     of_workers = worker_commands(options.pool)
-    refused = not_permitted(server, [*of_clients, *of_workers])
-    only_workers = {*of_workers}.difference(of_clients)
-    to_clients = in_words({c: said for c, said in refused.items() if c not in only_workers})
-    takes_jobs = {command for command in of_workers if command[0] == "XREADGROUP"}
-    if ("MULTI",) in refused or takes_jobs <= refused.keys():
+    takes_jobs = [command for command in of_workers if command[0] == "XREADGROUP"]
+    refused = not_permitted(server, [*of_clients, *takes_jobs])
+    to_clients = in_words({c: said for c, said in refused.items() if c not in takes_jobs})
+    if ("MULTI",) in refused or refused.keys() >= {*takes_jobs}:
         return [*to_clients.values()], None
+    refused |= not_permitted(server, [c for c in of_workers if c not in {*of_clients, *takes_jobs}])
     found = in_words(refused).items()
     return [*to_clients.values()], [said for about, said in found if about not in to_clients]
 

@@ -117,8 +117,8 @@ def _about(asked: Mapping[str, str]) -> Iterable[Command]:
 def not_permitted(server: Server, commands: Sequence[Command]) -> dict[Command, str]:
     """What the server says to each of these commands that this user may not.
 
-    They are sent in a MULTI that a server never runs, as one of its commands is incomplete. Who may
-    not send MULTI is told no more.
+    They are sent in a MULTI that is never run: nobody asks for that. Who may not send MULTI is told
+    no more.
     """
     pool: Any = server.connection_pool
     connection = pool.get_connection()
@@ -129,15 +129,15 @@ def not_permitted(server: Server, commands: Sequence[Command]) -> dict[Command, 
         return [_answer(connection) for _ in some]
 
     try:
-        # What MULTI does not take is done, until that ends.
-        first = [*(each for each in commands if each[0] == "WATCH"), ("MULTI",)]
+        # What MULTI does not take is done, until that ends; EXEC without it does nothing.
+        first = [*(each for each in commands if each[0] == "WATCH"), ("EXEC",), ("MULTI",)]
         answers = dict(zip(first, ask(*first), strict=True))
         if answers["MULTI",] == b"OK":  # else what follows would be done
             rest = [each for each in commands if each not in answers]
-            *found, _, last = ask(*rest, ("ECHO",), ("EXEC",))
-            answers |= zip([*rest, ("EXEC",)], [*found, last], strict=True)
+            *found, last = ask(*rest, ("DISCARD",))
+            answers |= zip(rest, found, strict=True)
     finally:
-        if not isinstance(last, ExecAbortError):  # what waits to be run ends with its connection
+        if last != b"OK":  # what waits to be run ends with its connection
             connection.disconnect()
         pool.release(connection)
     return {each: str(said) for each, said in answers.items() if _is_refusal(said)}
@@ -151,7 +151,7 @@ def _answer(connection: Any) -> Any:
 
 
 def _is_refusal(answer: object) -> bool:
-    if isinstance(answer, ExecAbortError):  # "because of previous errors", or of this
+    if isinstance(answer, ExecAbortError):  # of EXEC, as if there had been a MULTI
         return "no permissions" in str(answer)
     return isinstance(answer, NoPermissionError)
 

@@ -278,8 +278,9 @@ class Sender:
         else:
             future.set_result(result)
 
-    def _after_loss(self, error: Exception, lost_since: float | None) -> float:
-        """The connection is gone or the server refuses: wait, or give up. Returns since when."""
+    def _after_loss(self, error: Exception, lost_since: float | None) -> float | None:
+        """The connection is gone or the server refuses: wait, or give up. Returns since when it is
+        lost or not ready; None where it refuses for good, and so is there."""
         session = self._session
         now, shown = time.monotonic(), mask_url(session.options.url)
         if not (is_lost(error) or is_full(error)):
@@ -290,7 +291,8 @@ class Sender:
                 logger.warning("what is asked is refused: %s", refusal)
                 self._refused = str(refusal), now
             session.fail_everything(refusal)
-            return now
+            session.troubles.pop("server", None)
+            return None  # it has answered
         since = now if lost_since is None else lost_since
         session.troubles["server"] = now, _why(error)
         self._next_check = 0.0  # what asks nothing does not find out whether it is back

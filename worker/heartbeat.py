@@ -202,6 +202,7 @@ class Heartbeat:
                         error,
                     )
                 missed = True
+                self._lost_at = None  # others may have missed theirs, too
 
 
 def _holds(server: Server, key: str) -> bool:

@@ -26,9 +26,9 @@ from lmpool.keys import (
     ShardKeys,
     streams,
 )
+from lmpool.reasons import Reasons
 from lmpool.replies import REPLY_BYTES, ReplyTooLong
 from lmpool.scripts import script
-from lmpool.server import is_lost
 from lmpool.servers import Servers
 from lmpool.wants import Digester
 from lmpool.wire import MAX_JOB_BYTES, Job, JobReader
@@ -137,7 +137,7 @@ class Intake:
                 self._servers.renew()  # what these would claim nobody would run
 
     def _run(self) -> None:
-        failures = 0
+        failures, reasons = 0, Reasons()
         group_is_gone = False
         while self._ahead is not None or not self._ended.is_set():
             try:
@@ -155,7 +155,9 @@ class Intake:
                     group_is_gone = False
                 with self._servers.in_step():
                     self._turn()
-                failures = 0
+                if failures:
+                    failures = 0
+                    reasons.clear()
             except (redis.exceptions.RedisError, OSError) as error:
                 if self._ended.is_set():
                     return  # it was cut: what came with it is given back
@@ -166,7 +168,7 @@ class Intake:
                     group_is_gone = True
                     if failures == 1:
                         continue
-                if not is_lost(error) or failures in (1, 10):
+                if reasons.is_new(error):
                     logger.warning("jobs cannot be read: %s", error)
                 self._ended.wait(min(2.0, 0.05 * 2 ** min(failures, 6)))
 

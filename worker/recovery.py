@@ -16,6 +16,7 @@ from lmpool.commands import Server, Value, fields_of
 from lmpool.errors import JobFormatError
 from lmpool.keys import GROUP, JobStream, ShardKeys
 from lmpool.liveness import LIFE_MS
+from lmpool.reasons import Reasons
 from lmpool.scripts import script
 from lmpool.server import is_lost
 from lmpool.servers import Servers
@@ -71,11 +72,12 @@ class Recovery:
 
     def run(self) -> None:
         """Look, until the worker stops or has moved to other shards: until `ended` is set."""
-        failures = 0
+        reasons = Reasons()
         while not self._ended.wait(LOOK_EVERY * random.uniform(0.75, 1.25)):
             error = self._look_everywhere()
-            failures = 0 if error is None else failures + 1
-            if failures in (1, 10):
+            if error is None:
+                reasons.clear()
+            elif reasons.is_new(error):
                 logger.warning("jobs of dead workers cannot be looked for: %s", error)
 
     def _look_everywhere(self) -> Exception | None:

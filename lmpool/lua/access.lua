@@ -141,6 +141,11 @@ local function see_that_it_comes_off(jobs, group)
   if type(acked) == 'table' then given(redis.pcall('XDEL', jobs, '0-0')) end
 end
 
+-- Whether that is a number as counters hold it: what HINCRBY takes, with room to count on.
+local function is_count(text)
+  return #text <= 18 and (text == '0' or string.find(text, '^[1-9]%d*$') ~= nil)
+end
+
 -- Bytes of an entry's names and values.
 local function size_of(fields)
   local size = 0

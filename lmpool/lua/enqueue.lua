@@ -132,9 +132,10 @@ local function joined(n, job, lane, due, waiting, stream)
   if promote and stream ~= wanted.key then
     -- A group that is not there holds nothing.
     if #(given(redis.pcall('XPENDING', stream, group, job, job, 1)) or {}) == 0 then
-      given(redis.pcall('XDEL', stream, '0-0')) -- who may not take it off there puts it nowhere
-      -- Added first: where that is refused, it is still in the other.
-      local id = given(redis.pcall('XADD', wanted.key, '*', 'job', ARGV[before + n]))
+      -- Added first: where that is refused, it is still in the other. Where nothing can be taken off there,
+      -- it is put nowhere.
+      local id = given(redis.pcall('XDEL', stream, '0-0'))
+        and given(redis.pcall('XADD', wanted.key, '*', 'job', ARGV[before + n]))
       if id and redis.call('XDEL', stream, job) == 1 then
         job, lane = id, wanted.name
         note_added(wanted.key, id)

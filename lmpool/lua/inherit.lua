@@ -20,7 +20,7 @@ end
 -- What no counters can be is taken away, as mend.lua does: they would be lost with it.
 if not given(redis.pcall('HLEN', counters)) then redis.call('DEL', counters) end
 local function add(name, increment)
-  if not string.find(increment, '^%d+$') or #increment > 18 then return end
+  if not is_count(increment) then return end
   if not given(redis.pcall('HINCRBY', counters, name, increment)) then
     redis.call('HDEL', counters, name)
     redis.call('HINCRBY', counters, name, increment)

@@ -31,7 +31,7 @@ end
 for _, key in ipairs(damaged) do redis.call('UNLINK', key) end
 local counted = redis.call('HGETALL', prefix .. ':counters')
 for f = 1, #counted, 2 do
-  if not string.find(counted[f + 1], '^%d+$') or #counted[f + 1] > 18 then
+  if not is_count(counted[f + 1]) then
     redis.call('HDEL', prefix .. ':counters', counted[f])
   end
 end

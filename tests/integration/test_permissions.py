@@ -76,7 +76,9 @@ def test_a_role_of_the_file_may_all_that_is_looked_up(
     assert said(url_of(role, *rules_of(role))) == [does]
 
 
-@pytest.mark.parametrize("lacking", [[], ["-multi"], ["-exec"], ["-echo"], ["-watch"], ["-xdel"]])
+@pytest.mark.parametrize(
+    "lacking", [[], ["-multi"], ["-exec"], ["-discard"], ["-watch"], ["-xdel"]]
+)
 def test_what_is_looked_up_is_not_done(
     lacking: list[str], url_of: Callable[..., str], admin: redis.Redis
 ) -> None:
@@ -116,6 +118,16 @@ def test_a_command_that_only_workers_need_is_named_and_nothing_is_wrong(
 
 def test_who_may_take_no_jobs_is_told_no_more_of_workers(url_of: Callable[..., str]) -> None:
     assert said(url_of("narrow", "~*", "+@all", "-xreadgroup", "-xclaim")) == [CLIENT]
+
+
+def test_a_look_leaves_room_in_the_log_of_refusals(
+    url_of: Callable[..., str], admin: redis.Redis
+) -> None:
+    """Who was refused something looks there, too: by default it holds 128."""
+    url = url_of("producer", *rules_of("producer"))
+    admin.acl_log_reset()
+    assert said(url) == [CLIENT]
+    assert len(admin.acl_log()) < 20
 
 
 @pytest.mark.parametrize("kind", ["jobs", "flight", "reply", "waiting", "wake"])

@@ -194,7 +194,16 @@ def test_what_was_not_taken_over_is_taken_over_later(
     assert 0 < int(cast(int, admin.pttl(shard.inherited))) <= 60_000
 
 
-@pytest.mark.parametrize("there", ["a string", {"computed": "x"}, {"computed": "9" * 19}])
+@pytest.mark.parametrize(
+    "there",
+    [
+        "a string",
+        {"computed": "x"},
+        {"computed": "9" * 19},
+        {"computed": "007"},
+        {"computed": "00"},
+    ],
+)
 def test_what_is_taken_over_is_not_lost_where_the_heirs_counters_are_damaged(
     there: Any, admin: redis.Redis, shard: ShardKeys
 ) -> None:
@@ -203,11 +212,17 @@ def test_what_is_taken_over_is_not_lost_where_the_heirs_counters_are_damaged(
         admin.set(shard.counters, there)
     else:
         admin.hset(shard.counters, mapping={"failed": 2, **there})
-    keys = [shard.inherited, shard.counters, shard.dead]
-    counted: list[Value] = ["counted", 3, "computed", 5, "failed", 1, "batches", "no number"]
+    keys, letters = [shard.inherited, shard.counters, shard.dead], cast(int, admin.xlen(shard.dead))
+    counted: list[Value] = ["counted", 3, "computed", 5, "failed", 1, "batches", "007"]
     script("inherit")(cast(Server, admin), keys, [60_000, 60_000, 10, *counted])
     kept = 0 if isinstance(there, str) else 2
     assert admin.hgetall(shard.counters) == {b"computed": b"5", b"failed": b"%d" % (1 + kept)}
+    # What one's own life has is kept where there is nothing that could be added.
+    for nothing in ("no number", "007", "00", "9" * 19, ""):
+        counted = [f"counted {nothing}", 1, "computed", nothing, "2-1", 1, "reason", "y"]
+        script("inherit")(cast(Server, admin), keys, [60_000, 60_000, 10, *counted])
+        assert admin.hget(shard.counters, "computed") == b"5"
+    assert admin.xlen(shard.dead) == letters + 1
 
 
 @pytest.mark.parametrize("before", ["", "0-1"])

@@ -656,7 +656,8 @@ def test_what_the_server_refuses_for_good_is_told_at_once(
     with caplog.at_level("WARNING"):
         lost = sender._after_loss(ConnectionError("gone"), None)
         session.closing.waits.clear()  # type: ignore[attr-defined]
-        sender._attempt(refuse, lost)
+        assert sender._attempt(refuse, lost) is None  # it answers: what comes next is no part of it
+    assert "server" not in session.troubles
     assert isinstance(call.error, ServerRefused)
     assert said in str(call.error)
     (told,) = [text for text in caplog.messages if text.startswith("what is asked is refused: ")]
