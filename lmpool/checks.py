@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import traceback
+from collections.abc import Iterator
 from numbers import Real
 from typing import Final, TypeGuard
 
@@ -42,6 +43,25 @@ def said(error: BaseException, most: int = 200) -> str:
     """An error that is none of ours, as part of a message: its kind and its words."""
     text = words(error)[:most]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def chained(error: BaseException | None, *, hidden: bool = False) -> Iterator[BaseException]:
+    """An error and those behind it that a traceback shows, each once; what failed first is last.
+
+    Those that are `hidden` are held by it all the same: what was handled as it was raised from
+    another, or from None.
+    """
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if found is None or id(found) in seen:  # an error may be behind itself
+            continue
+        seen.add(id(found))
+        yield found
+        cause = found.__cause__
+        if hidden or (cause is None and not found.__suppress_context__):
+            left.append(found.__context__)
+        left.append(cause)
 
 
 def why_failed(error: BaseException, text: str | None = None) -> str:

@@ -173,11 +173,17 @@ def check_latent(settings: Any) -> None:
     config = models.ModelConfig.from_server_args(settings)
     name = (config.hf_config.architectures or ["model"])[0]
     if config.attention_arch == models.AttentionArch.MLA and name not in _OF_CACHE:
+        given = "attention_backend"
+        if settings.prefill_attention_backend:
+            given = f"prefill_{given}"
+        if settings.device == "cpu":
+            why, remedy = ", all that there is on a CPU", "serve it on a GPU, or with"
+        else:
+            why, remedy = "", f"leave {given} out of server_args, or serve it with"
         raise SettingsError(
             f"SGLang's {name} attends to latent states (kv_lora_rank={config.kv_lora_rank} of "
-            f"config.json), and otherwise than the model with attention_backend={attention!r}, "
-            "all that there is on a CPU: rows would be others; serve it on a GPU, or with "
-            "engine='hf' or engine='vllm'"
+            f"config.json), and otherwise than the model with {given}={attention!r}{why}: rows "
+            f"would be others; {remedy} engine='hf' or engine='vllm'"
         )
 
 

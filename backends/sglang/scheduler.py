@@ -44,7 +44,7 @@ from lmpool.backends.sglang.scorer import Scorer
 from lmpool.backends.small_answers import reduce_logits
 from lmpool.backends.torch_head import as_numbers
 from lmpool.backends.words import Words, alike
-from lmpool.checks import why_failed
+from lmpool.checks import chained, why_failed
 from lmpool.errors import EngineBroken, SettingsError
 from lmpool.wants import Score, TextScores, Want
 
@@ -95,9 +95,8 @@ def _breaking() -> Iterator[None]:
 def let_go(error: BaseException | None) -> None:
     """Drop what the frames of an error hold: the half of a model that was loaded until then, whose
     memory the next one may need while somebody still looks at the error."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for one in chained(error, hidden=True):
+        traceback.clear_frames(one.__traceback__)
 
 
 class SGLangScheduler:

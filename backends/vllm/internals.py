@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmpool.backends import progress
 from lmpool.backends.engine import Measures
-from lmpool.checks import why_failed, words
+from lmpool.checks import chained, why_failed, words
 from lmpool.errors import EngineBroken, SettingsError
 
 if TYPE_CHECKING:
@@ -461,9 +461,8 @@ def model(engine: Any) -> Any:
 
 def root_cause(error: BaseException) -> str:
     """What went wrong first, on one line: vLLM wraps its errors several times."""
-    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        error = cause
-    return why_failed(error, " ".join(words(error).split())[:500])
+    *_, first = chained(error)
+    return why_failed(first, " ".join(words(first).split())[:500])
 
 
 @contextmanager

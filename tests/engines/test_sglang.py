@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import itertools
 import json
 import sys
 import tempfile
@@ -527,10 +528,17 @@ def test_layers_that_attend_to_latent_states_otherwise(model_type: str, tmp_path
     config = small_configuration(model_type, SCALES[1])
     config.architectures = [FAMILIES[model_type]]
     config.save_pretrained(tmp_path)
-    said = f"SGLang's {FAMILIES[model_type]} attends to latent states .kv_lora_rank=16.*engine='hf'"
-    with pytest.raises(SettingsError, match=said):
+    said = f"SGLang's {FAMILIES[model_type]} attends to latent states .kv_lora_rank=16"
+    on_cpu = f"{said}.* on a CPU: .*; serve it on a GPU, or with engine='hf' or"
+    with pytest.raises(SettingsError, match=on_cpu):
         SGLangEngine(str(tmp_path))
     settings = importlib.import_module("sglang.srt.server_args").ServerArgs
+    names = ("attention_backend", "prefill_attention_backend")
+    for name, attention in itertools.product(names, ("torch_native", "flex_attention")):
+        given = settings(model_path=str(tmp_path), device="cuda", **{name: attention})
+        on_gpu = f"{said}.* {name}='{attention}': .*; leave {name} out of server_args, or serve it"
+        with pytest.raises(SettingsError, match=on_gpu):
+            check_latent(given)
     for attention in (None, "fa3", "flashinfer", "triton", "dsa"):
         check_latent(settings(model_path=str(tmp_path), device="cuda", attention_backend=attention))
 
