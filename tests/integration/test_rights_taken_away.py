@@ -176,6 +176,18 @@ def test_a_job_stays_where_it_is_while_it_may_not_come_forward(
     assert after == before
 
 
+def test_a_job_comes_forward_from_no_stream_that_is_none(
+    admin: redis.Redis, pool_name: str
+) -> None:
+    """A worker mends that; until then each who asks would put another one there."""
+    shard = shard_of_pool(pool_name)
+    Caller(admin, shard).enqueue(JOBS[0], priority="batch")
+    admin.set(shard.stream("batch").key, "overwritten")
+    for number in range(2):
+        assert Caller(admin, shard, f"other{number}").enqueue(JOBS[0]) == ("j", True)
+    assert admin.exists(shard.stream("interactive").key) == 0
+
+
 @pytest.mark.parametrize("command", ["hincrby", "xadd", "sadd", "srem"])
 def test_what_was_not_taken_over_is_taken_over_later(
     command: str, narrow: Callable[..., str], admin: redis.Redis, shard: ShardKeys
