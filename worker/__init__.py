@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,12 +20,12 @@ def __getattr__(name: str) -> Any:
     from lmpool.errors import LmpoolError
     from lmpool.exit_status import EXIT_REFUSED
     from lmpool.garbage import uncollected
+    from lmpool.stderr import say
 
     try:
         with uncollected():
             from lmpool.worker.arq_settings import WorkerSettings
     except LmpoolError as error:
-        with suppress(OSError):  # the status tells who starts it
-            print(f"lmpool worker: {error}", file=sys.stderr)
+        say(f"lmpool worker: {error}")
         raise SystemExit(EXIT_REFUSED) from None
     return WorkerSettings

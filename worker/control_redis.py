@@ -7,10 +7,8 @@ that reads them; arq ends with the first command that fails.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Final
@@ -23,6 +21,7 @@ from redis.exceptions import RedisError, WatchError
 
 from lmpool.errors import LmpoolError
 from lmpool.server import is_full, is_lost, understood
+from lmpool.stderr import say
 
 logger = logging.getLogger(__name__)
 
@@ -276,8 +275,7 @@ class CheckingRedis(ArqRedis):
                             raise
                     await asyncio.sleep(AGAIN)
         except LmpoolError as error:
-            with contextlib.suppress(OSError):  # the status tells who starts it
-                print(f"lmpool worker: {error}", file=sys.stderr)
+            say(f"lmpool worker: {error}")
             raise SystemExit(self._failed) from None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 from typing import Any, Final
 
 from rich import markup
@@ -15,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lmpool.errors import LmpoolError
+from lmpool.stderr import say
 
 FAILED: Final = 2
 """Exit status after an error of ours."""
@@ -51,14 +51,12 @@ def _named(character: str) -> str:
 
 
 def tell(text: str) -> None:
-    """A line on stderr. Where that takes none, what is to be done is done all the same, and the
-    exit status says how it went."""
+    """A line on stderr, where that takes one."""
     console = errors()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # rich writes nothing there, which fails, too
         with console.capture() as line:  # rich ends the process where a pipe has no reader
             console.print(text)
-        if sys.stderr is not None:  # print would take stdout for one that is closed
-            print(line.get(), end="", file=sys.stderr, flush=True)
+        say(line.get(), end="")
 
 
 def print_error(error: LmpoolError) -> None:

@@ -28,6 +28,7 @@ from lmpool.producer.embedded import reaper
 from lmpool.producer.embedded.private_server import find_server, prepare_server
 from lmpool.producer.statistics import pool_statistics
 from lmpool.servers import Servers
+from lmpool.stderr import say
 from lmpool.variables import as_variables
 
 LAST_LINES: Final = 12
@@ -189,7 +190,7 @@ class PrivatePool:
     # --- copying the log -----------------------------------------------------------------------
 
     def copy_log_to_stderr(self) -> None:
-        """Show what the workers say, from now to the end, on `sys.stderr` (a notebook's too)."""
+        """Show what the workers say, from now to the end, on stderr (a notebook's too)."""
         self._copy = threading.Thread(target=self._follow, name="lmpool-log", daemon=True)
         self._copy.start()
 
@@ -201,8 +202,7 @@ class PrivatePool:
             if log is None and self.log.exists():
                 log = self.log.open(encoding="utf-8", errors="replace")
             if log is not None:
-                sys.stderr.write(log.read())
-                sys.stderr.flush()
+                say(log.read(), end="")
         if log is not None:
             log.close()
 

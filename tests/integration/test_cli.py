@@ -180,20 +180,23 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("closed", "arguments", "status"),
+    ("closed", "command", "status"),
     [
-        (">&-", "config", 0),
-        (">&-", "--version", 0),
-        (">&- 2>&-", "sevre", 2),
-        ("2>&-", "dead show", 2),
-        ("2>&-", "ping --url redis://127.0.0.1:1", 2),
-        ("<&-", "score -", 2),
+        (">&-", [*LMPOOL, "config"], 0),
+        (">&-", [*LMPOOL, "--version"], 0),
+        (">&- 2>&-", [*LMPOOL, "sevre"], 2),
+        ("2>&-", [*LMPOOL, "dead", "show"], 2),
+        ("2>&-", [*LMPOOL, "ping"], 2),
+        ("2>&-", [*LMPOOL, "worker", "--batch-size", "0"], EXIT_REFUSED),
+        ("2>&-", ["env", "LMPOOL_BATCH_SIZE=0", *ARQ], EXIT_REFUSED),
+        ("2>&-", [*ARQ, "--check"], 70),
+        ("<&-", [*LMPOOL, "score", "-"], 2),
     ],
 )
-def test_a_standard_stream_may_be_closed(closed: str, arguments: str, status: int) -> None:
+def test_a_standard_stream_may_be_closed(closed: str, command: list[str], status: int) -> None:
     done = subprocess.run(
-        ["sh", "-c", f"{shlex.join(LMPOOL)} {arguments} {closed}"], capture_output=True, text=True,
-        timeout=150, env=clean_environment(), check=False,
+        ["sh", "-c", f"{shlex.join(command)} {closed}"], capture_output=True, text=True,
+        timeout=150, env=clean_environment() | {"LMPOOL_URL": "redis://127.0.0.1:1"}, check=False,
     )  # fmt: skip
     assert done.returncode == status
     assert "Traceback" not in done.stderr

@@ -6,7 +6,9 @@ import asyncio
 import os
 import socket
 import stat
+import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,17 @@ def test_it_shows_what_the_workers_say_if_asked(
     shown = capsys.readouterr().err
     assert "serves tiny" in shown
     assert "left the pool" in shown  # to the end
+
+
+def test_what_the_workers_say_may_find_no_stderr(
+    pool_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(sys, "stderr", None)  # as with 2>&-
+    with lmpool.embedded(**MOCK, log_level="info") as lm:
+        assert len(lm.next_token_logprobs_sync([1])) == 256
+    assert not failed
 
 
 # --- refusals ------------------------------------------------------------------------------------
