@@ -82,6 +82,8 @@ class Launcher:
     command: Sequence[str] = ARQ
     new_backoff: Callable[[], Backoff] = Backoff
     insistence: Insistence = field(default_factory=Insistence)
+    folder: str = field(default_factory=os.getcwd)
+    """Where workers run, by its name: a deploy may remove it, and put another one there."""
     _running: dict[Popen[bytes], asyncio.Future[int]] = field(default_factory=dict)
     """The workers' processes, each with its exit status once it has one."""
     _killed: bool = False
@@ -122,7 +124,7 @@ class Launcher:
             try:
                 process, copying = self._start(placement)
             except OSError as error:
-                if error.errno not in FOR_NOW:
+                if error.errno not in FOR_NOW and error.filename != self.folder:
                     raise
                 wait = backoff.after(0.0)  # the others live on
                 logger.error(
@@ -162,6 +164,7 @@ class Launcher:
         try:
             process = Popen(
                 self.command,
+                cwd=self.folder,
                 env={**os.environ, **self.environment, **placement.environment},
                 stdin=DEVNULL,
                 stdout=writing,

@@ -62,6 +62,23 @@ def test_a_worker_that_dies_is_replaced(server_url: str, pool_name: str) -> None
         assert f"(pid {victim}) was ended by SIGKILL" in found.log
 
 
+def test_a_pool_outlives_its_working_directory(server_url: str, pool_name: str) -> None:
+    """As where a deploy puts another one in its place."""
+    with launcher(server_url, pool_name) as found:
+        (first,) = found.wait_for_workers(1)
+        found.cwd.rmdir()
+        os.kill(first, signal.SIGKILL)
+        gone = (
+            f"cannot be started ([Errno 2] No such file or directory: '{found.cwd}'): tried again"
+        )
+        until(lambda: gone in found.log, what="it to be told")
+        assert "Traceback" not in found.log
+        found.cwd.mkdir()
+        found.wait_for_workers(1, without=[first])
+        with connected(server_url, pool_name) as lm:
+            assert len(lm.next_token_logprobs_sync([1])) == 256
+
+
 @pytest.mark.one_server
 def test_each_gpu_has_a_worker(server_url: str, pool_name: str) -> None:
     # The mock engine needs no GPU: these are the workers' variables.

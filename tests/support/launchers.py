@@ -24,6 +24,8 @@ class LauncherProcess:
         self.url, self.pool = url, pool
         self.folder = tempfile.TemporaryDirectory(prefix="lmpool-launcher-")
         self._log = Path(self.folder.name) / "log"
+        self.cwd = Path(self.folder.name) / "cwd"
+        self.cwd.mkdir()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -32,7 +34,7 @@ class LauncherProcess:
                     *("--url", url, "--pool", pool, "--engine", "mock", *options),
                 ],
                 env={**clean_environment(), **environment},
-                cwd=self.folder.name,
+                cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
