@@ -37,6 +37,11 @@ ANSWER_WITHIN: Final = 2.0
 """Seconds for which a beat waits for the server. The next primary must have one within a life, and
 the last beat may have gone to a host that will never answer."""
 
+ANOTHER: Final = 0
+MINE_IN_OTHER_WORDS: Final = 2
+NOTHING: Final = 3
+"""What `serve.lua` found of the pool's model info, where it is not this worker's to the byte."""
+
 
 class Heartbeat:
     """Renews the heartbeat at a third of its life, whatever the engine and event loop do."""
@@ -84,16 +89,22 @@ class Heartbeat:
             servers.apart([shard], partial(self._beat_in, shard, value))
         try:
             server = servers.for_key(self._pool[0])
-            served = 0
-            if not self._leaves_it(server):
-                served = script("serve")(server, self._pool, self._serves)
-            if served == 0:
-                self._compare(server)
+            says_first = int(self._says_first())
+            served = script("serve")(server, self._pool, [*self._serves, says_first])
+            if served == NOTHING:
+                if self._lost_at is None:
+                    self._lost_at = time.monotonic()
             else:
-                self._is_replaced = False
-                if served == 2:
-                    self._mend_info(server)
-                missing += [key for key in self.expects if not _holds(servers.for_key(key), key)]
+                self._lost_at = None
+                if served == ANOTHER:
+                    self._compare(server)
+                else:
+                    self._is_replaced = False
+                    if served == MINE_IN_OTHER_WORDS:
+                        self._mend_info(server)
+                    missing += [
+                        key for key in self.expects if not _holds(servers.for_key(key), key)
+                    ]
         except (redis.exceptions.RedisError, OSError) as error:
             if not (servers.fails_apart and is_lost(error)):
                 raise
@@ -101,17 +112,13 @@ class Heartbeat:
         self._status.metrics.beat_at = time.monotonic()
         return missing + mend(servers, self._shards, self._info, self._homes, self._joining)
 
-    def _leaves_it(self, server: Server) -> bool:
-        """Whether others are to say first what the pool serves: those of the model that replaced
-        ours. A server that lost what they have said hears it from them within a life, or they are
-        gone."""
-        if not self._is_replaced or get_string(server, self._pool[0]) is not None:
-            self._lost_at = None
-            return False
-        now = time.monotonic()
-        if self._lost_at is None:
-            self._lost_at = now
-        return now - self._lost_at < LIFE_MS / 1000
+    def _says_first(self) -> bool:
+        """Whether to say what the pool serves where nobody has: the workers of a model that replaced
+        ours say it within a life, or they are gone."""
+        if not self._is_replaced:
+            return True
+        lost_at = self._lost_at
+        return lost_at is not None and time.monotonic() - lost_at >= LIFE_MS / 1000
 
     def _mend_info(self, server: Server) -> None:
         """Publish the model info again where nobody can read what is there."""

@@ -257,6 +257,32 @@ def test_a_model_that_was_replaced_comes_back_only_where_the_other_has_gone(
     assert server.get(keys.info) == INFO.pack()
 
 
+def test_a_replaced_model_does_not_come_back_whenever_the_server_loses_its_data(
+    servers: Servers, server: redis.Redis, keys: PoolKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing lies between a worker's look and its word."""
+    other = replace(INFO, fingerprint="f" * 32)
+    replaced = new(servers, keys)
+    replaced.beat(servers)
+    server.set(keys.info, other.pack())
+    server.set(keys.serving, other.mark())
+    replaced.beat(servers)
+
+    real = heartbeat_module.script
+
+    def losing(name: str) -> Any:
+        if name == "serve":
+            server.delete(keys.info, keys.serving)
+        return real(name)
+
+    monkeypatch.setattr(heartbeat_module, "script", losing)
+    for _ in range(2):
+        replaced.beat(servers)
+        assert server.get(keys.info) is None
+        server.set(keys.info, other.pack())
+        server.set(keys.serving, other.mark())
+
+
 def test_what_is_to_be_there_and_is_not_is_told_at_each_beat_while_the_pool_is_its_own(
     servers: Servers, server: redis.Redis, keys: PoolKeys
 ) -> None:
