@@ -37,12 +37,19 @@ from lmpool.cluster import SlotMoved, node_address
 from lmpool.cluster_diagnosis import ClusterFacts, ClusterNode, examine_cluster
 from lmpool.cluster_servers import ClusterServers
 from lmpool.commands import Server
-from lmpool.diagnosis import Facts, Finding, LaneFacts, examine
+from lmpool.diagnosis import Facts, Finding, LaneFacts, Rights, examine
 from lmpool.errors import LmpoolError, ServerRefused
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
-from lmpool.permissions import client_commands, in_words, not_permitted, worker_commands
+from lmpool.permissions import (
+    client_commands,
+    control_commands,
+    in_words,
+    not_permitted,
+    of_watcher,
+    worker_commands,
+)
 from lmpool.producer import connect
 from lmpool.producer.session import client_id
 from lmpool.producer.statistics import WorkerStatistics, pool_statistics
@@ -319,7 +326,7 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
         config: dict[str, str] | None = server.config_get("*")
     except ResponseError:  # forbidden, or renamed by who runs it
         config = None
-    refused, to_workers = _refused(server, options)
+    rights = _rights(server, options)
     offset = 0.0
     try:
         before = time.time()
@@ -329,23 +336,27 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
         pass  # as it is not permitted
     cores = os.cpu_count() if _is_here(server, info) else None
     latencies = measure_latency(server)
-    return Facts(url, info, config, latencies, offset, refused, to_workers, cores=cores)
+    return Facts(url, info, config, latencies, offset, rights, cores=cores)
 
 
-def _refused(server: Server, options: ClientOptions) -> tuple[list[str], list[str] | None]:
-    """What this user may not of what clients do, and of what only workers do: None of who is none,
-    as it may take no jobs. Of such a one no more is asked: each refusal is in the server's ACL LOG,
-    in the place of those that are looked for there."""
-    of_clients = client_commands(options.pool, client_id(options.url))
-    of_workers = worker_commands(options.pool)
+def _rights(server: Server, options: ClientOptions) -> Rights:
+    """What this user may. Of one that takes no jobs, or only looks, no more is asked: each refusal
+    is in the server's ACL LOG, in the place of those that are looked for there."""
+    client = client_id(options.url)
+    of_clients = client_commands(options.pool, client)
+    of_workers = worker_commands(options.pool) + control_commands(options.pool)
     takes_jobs = [command for command in of_workers if command[0] == "XREADGROUP"]
     refused = not_permitted(server, [*of_clients, *takes_jobs])
     to_clients = in_words({c: said for c, said in refused.items() if c not in takes_jobs})
     if ("MULTI",) in refused or refused.keys() >= {*takes_jobs}:
-        return [*to_clients.values()], None
+        of_looks = of_watcher(server, options.pool, client, refused) if to_clients else None
+        if of_looks is not None:
+            return Rights(refused_to_watchers=[*in_words(of_looks).values()])
+        return Rights([*to_clients.values()])
     refused |= not_permitted(server, [c for c in of_workers if c not in {*of_clients, *takes_jobs}])
     found = in_words(refused).items()
-    return [*to_clients.values()], [said for about, said in found if about not in to_clients]
+    to_workers = [said for about, said in found if about not in to_clients]
+    return Rights([*to_clients.values()], to_workers)
 
 
 def _is_here(server: Server, info: Mapping[str, object]) -> bool:

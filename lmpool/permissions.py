@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from redis.exceptions import ExecAbortError, NoPermissionError
@@ -13,6 +14,18 @@ from lmpool.server import REFUSALS
 
 _NO_MODEL: Final = "00000000"
 _NO_SCRIPT: Final = "0" * 40
+
+CLIENT_RULES: Final = (
+    "ACL SETUSER <user> +@read +@write +@stream +@scripting +@transaction +@connection +info +time "
+    "%RW~lmpool:* %RW~{lmpool:*"
+)
+WORKER_RULES: Final = f"{CLIENT_RULES} %RW~arq:*"
+"""Rules by which a user may do all of it; deploy/redis/users.acl has narrower ones."""
+
+SHOWN: Final = 5
+"""Refusals that are told; of the others how many there are."""
+
+_CHANGES: Final = ("EVALSHA", "XADD", "XDEL", "XTRIM", "SET", "DEL", "PEXPIRE", "ZADD")
 
 Command = tuple[str | int, ...]
 
@@ -64,11 +77,10 @@ _OF_A_HASH: Final = "HLEN %, HGET % f, HGETALL %, HDEL % f, UNLINK %, PEXPIRE % 
 
 
 def worker_commands(pool: str) -> list[Command]:
-    """What a worker asks of a server, by itself, within scripts and as arq does: every command of
-    theirs, with keys of each kind that it is about."""
+    """What a worker asks of a pool's server, by itself and within scripts: every command of theirs,
+    with keys of each kind that it is about."""
     keys = PoolKeys(pool)
     shard = keys.shard(_NO_MODEL, 0)
-    job = keys.control_job("0" * 32)
     asked = {
         keys.info: "GET %, SET % x, SETRANGE % 0 x",
         keys.serving: "GET %, SET % x PX 1, PEXPIRE % 1, PTTL %, DEL %",
@@ -96,7 +108,15 @@ def worker_commands(pool: str) -> list[Command]:
         shard.reply("c"): "EXISTS %, XADD % NOMKSTREAM * ok x, XRANGE % - + COUNT 1",
         shard.steady: "GET %, SET % 1, PEXPIRE % 1",
         shard.alive("w"): "SET % x PX 1, PEXPIRE % 1, PTTL %, DEL %",
-        # arq's, of calls to every worker.
+    }
+    return [("SCRIPT", "LOAD", "return"), ("TIME",), *_about(asked)]
+
+
+def control_commands(pool: str) -> list[Command]:
+    """What a worker's arq asks of the server that calls to every worker go through."""
+    keys = PoolKeys(pool)
+    job = keys.control_job("0" * 32)
+    asked = {
         keys.control_queue("w"): "ZRANGEBYSCORE % 0 1, ZSCORE % x, ZCARD %, ZREM % x",
         keys.health("w"): "PSETEX % 1 x, GET %, DEL %",
         keys.aborted: "ZREM % x",
@@ -105,7 +125,29 @@ def worker_commands(pool: str) -> list[Command]:
         f"arq:retry:{job}": "INCRBY % 1, EXPIRE % 1, DEL %",
         f"arq:result:{job}": "GET %, SET % x PX 1",
     }
-    return [("SCRIPT", "LOAD", "return"), ("TIME",), *_about(asked)]
+    return [*_about(asked)]
+
+
+def watcher_commands(pool: str) -> list[Command]:
+    """What who looks at a pool asks of its server, an exporter say: none of it changes anything."""
+    keys = PoolKeys(pool)
+    shard = keys.shard(_NO_MODEL, 0)
+    of_jobs = f"""
+        XLEN %, XPENDING % {GROUP} - + 1, XINFO STREAM %, XINFO GROUPS %, XINFO CONSUMERS % {GROUP}
+    """
+    asked = {
+        keys.info: "GET %",
+        keys.serving: "GET %",
+        shard.alive("w"): "GET %, MGET %, EXISTS %, PTTL %",
+        shard.adapters: "HGETALL %",
+        shard.counters: "HGETALL %",
+        shard.bounds: "HGET % used",
+        shard.account: "XINFO STREAM %",
+        shard.dead: "XLEN %",
+        shard.stream("interactive").key: of_jobs,
+        shard.stream("batch").key: of_jobs,
+    }
+    return [("INFO", "server"), ("TIME",), *_about(asked)]
 
 
 def _about(asked: Mapping[str, str]) -> Iterable[Command]:
@@ -120,27 +162,48 @@ def not_permitted(server: Server, commands: Sequence[Command]) -> dict[Command, 
     They are sent in a MULTI that is never run: nobody asks for that. Who may not send MULTI is told
     no more.
     """
-    pool: Any = server.connection_pool
-    connection = pool.get_connection()
-    last: Any = None
-
-    def ask(*some: Command) -> list[Any]:
-        connection.send_packed_command(connection.pack_commands(some))
-        return [_answer(connection) for _ in some]
-
-    try:
+    with _asking(server) as ask:
         # What MULTI does not take is done, until that ends; EXEC without it does nothing.
         first = [*(each for each in commands if each[0] == "WATCH"), ("EXEC",), ("MULTI",)]
-        answers = dict(zip(first, ask(*first), strict=True))
+        answers = ask(first)
         if answers["MULTI",] == b"OK":  # else what follows would be done
-            rest = [each for each in commands if each not in answers]
-            *found, last = ask(*rest, ("DISCARD",))
-            answers |= zip(rest, found, strict=True)
+            answers |= ask([each for each in commands if each not in answers])
+    return _refusals(answers)
+
+
+def of_watcher(
+    server: Server, pool: str, client: str, refused: Mapping[Command, str]
+) -> dict[Command, str] | None:
+    """What a user may not see that was `refused` these of a client's; None of one that may change
+    something in a pool, or see nothing of it."""
+    changes = [each for each in client_commands(pool, client) if each[0] in _CHANGES]
+    looks = watcher_commands(pool)
+    with _asking(server) as ask:
+        if ("MULTI",) in refused:  # no more was asked; a script that is not there is not run
+            changes = [each for each in changes if each[0] == "EVALSHA"]
+            refused = _refusals(ask(changes))
+        if not refused.keys() >= {*changes}:
+            return None
+        found = _refusals(ask(looks))
+    about_pools = [each for each in looks if each[0] not in ("INFO", "TIME")]
+    return None if found.keys() >= {*about_pools} else found
+
+
+@contextmanager
+def _asking(server: Server) -> Iterator[Callable[[Sequence[Command]], dict[Command, Any]]]:
+    """Ask commands on a connection of the server's, which ends with whatever waits to be run."""
+    pool: Any = server.connection_pool
+    connection = pool.get_connection()
+
+    def ask(commands: Sequence[Command]) -> dict[Command, Any]:
+        connection.send_packed_command(connection.pack_commands(commands))
+        return {each: _answer(connection) for each in commands}
+
+    try:
+        yield ask
     finally:
-        if last != b"OK":  # what waits to be run ends with its connection
-            connection.disconnect()
+        connection.disconnect()
         pool.release(connection)
-    return {each: str(said) for each, said in answers.items() if _is_refusal(said)}
 
 
 def _answer(connection: Any) -> Any:
@@ -148,6 +211,10 @@ def _answer(connection: Any) -> Any:
         return connection.read_response(disconnect_on_error=False)
     except REFUSALS as error:  # another node's, or nonsense, says nothing
         return error
+
+
+def _refusals(answers: Mapping[Command, Any]) -> dict[Command, str]:
+    return {each: str(said) for each, said in answers.items() if _is_refusal(said)}
 
 
 def _is_refusal(answer: object) -> bool:
@@ -166,3 +233,9 @@ def in_words(refused: Mapping[Command, str]) -> dict[str, str]:
         else:
             found.setdefault(said, f"{name}: {said}")
     return found
+
+
+def some_of(refused: Sequence[str]) -> str:
+    """Some of them, and how many more there are."""
+    more = len(refused) - SHOWN
+    return "; ".join(refused[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

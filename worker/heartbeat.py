@@ -113,7 +113,7 @@ class Heartbeat:
         return missing + mend(servers, self._shards, self._info, self._homes, self._joining)
 
     def _says_first(self) -> bool:
-        """Whether to say what the pool serves where nobody has: the workers of a model that replaced
+        """Whether to say what the pool serves where nobody has: workers of a model that replaced
         ours say it within a life, or they are gone."""
         if not self._is_replaced:
             return True

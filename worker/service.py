@@ -26,6 +26,14 @@ from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.neighbours import Neighbourhood
+from lmpool.permissions import (
+    WORKER_RULES,
+    control_commands,
+    in_words,
+    not_permitted,
+    some_of,
+    worker_commands,
+)
 from lmpool.row_ring import SPARE
 from lmpool.rows import ENTRY_BYTES, LARGE
 from lmpool.server import ANSWER_TIMEOUT, explained, greet, is_wrong_type
@@ -164,6 +172,7 @@ class Service:
         # Before minutes of loading, not after.
         version = self._patiently(lambda: greet(control.anywhere, url, clock))
         self._patiently(lambda: warn_about(control.anywhere, url))
+        self._patiently(lambda: warn_of_rights(control.anywhere, options))
         self._patiently(lambda: _try_to_write(control, self.keys.info))
         self.start_progress.enter("load")
         with self.start_progress.listening():
@@ -636,6 +645,22 @@ def warn_about(server: Server, url: str) -> None:
         level = logging.WARNING if finding.level == "wrong" else logging.INFO
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         logger.log(level, "the server: %s%s", finding.what, remedy)
+
+
+def warn_of_rights(server: Server, options: WorkerOptions) -> None:
+    """Say what this worker's user may not: without XACK, say, the pool answers all the same, and it
+    takes the same jobs again and again."""
+    commands = worker_commands(options.pool)
+    if options.control == options.url:
+        commands += control_commands(options.pool)
+    refused = in_words(not_permitted(server, commands))
+    if refused:
+        logger.warning(
+            "the server: this user may not do all that workers do: %s; %s, or `worker` of "
+            "deploy/redis/users.acl",
+            some_of([*refused.values()]),
+            WORKER_RULES,
+        )
 
 
 def consumer_name(options: WorkerOptions) -> str:

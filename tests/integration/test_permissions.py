@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,25 @@ import redis
 
 from lmpool import inspection
 from lmpool.errors import PromptFailed
-from lmpool.permissions import Command, client_commands, worker_commands
+from lmpool.permissions import (
+    Command,
+    client_commands,
+    control_commands,
+    watcher_commands,
+    worker_commands,
+)
+from lmpool.pool_view import PoolViewer
 from lmpool.scripts import CLIENT_SCRIPTS, script
 from lmpool.shards import change
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.users import rules_of
 from tests.support.waiting import until
-from tests.support.workers import in_process_worker, worker_process
+from tests.support.workers import WorkerProcess, in_process_worker, worker_process
 from tests.unit.test_scripts import NAMES as SCRIPTS
 
 OF_CLIENTS = client_commands("default", "producer-1")
-OF_WORKERS = worker_commands("default")
+OF_WORKERS = worker_commands("default") + control_commands("default")
 HAVE_PARTS = ("XINFO", "XGROUP", "SCRIPT")
 
 
@@ -64,11 +72,13 @@ def found(url: str) -> list[str]:
 
 
 BOTH = "ok: this user may do what clients and workers do. "
+WATCHER = "ok: this user may look at pools as an exporter does, and ask nothing. "
 CLIENT = "ok: this user may do what clients do, and take no jobs as workers do. "
 
 
 @pytest.mark.parametrize(
-    ("role", "does"), [("producer", CLIENT), ("worker", BOTH), ("operator", BOTH)]
+    ("role", "does"),
+    [("producer", CLIENT), ("worker", BOTH), ("operator", BOTH), ("exporter", WATCHER)],
 )
 def test_a_role_of_the_file_may_all_that_is_looked_up(
     role: str, does: str, url_of: Callable[..., str]
@@ -160,6 +170,66 @@ def remedy(reason: str) -> list[str]:
     return str(rules).split()
 
 
+def test_who_may_look_lacks_no_right_for_it(url_of: Callable[..., str], admin: redis.Redis) -> None:
+    """But one that may do some of what clients do is a client that lacks the others."""
+    looks = [*rules_of("exporter")]
+    assert said(url_of("exporter", *looks, "+multi", "+exec")) == [WATCHER]
+    for lacking in ([], ["+multi", "+exec"]):
+        (reason,) = found(url_of("exporter", *looks, "-xinfo|stream", *lacking))
+        assert "may ask nothing, and not see all that an exporter looks at: XINFO: " in reason
+    assert found(url_of("exporter", *looks, "+multi", "+exec", "(+set %RW~{lmpool:*}:flight:*)"))
+    (reason,) = found(url_of("exporter", *looks, "(+evalsha %RW~{lmpool:*}:jobs:*)"))
+    assert "multi" in reason
+    assert admin.dbsize() == 0
+
+
+def test_what_is_looked_up_is_all_that_an_exporter_needs(
+    url_of: Callable[..., str], own_server: RealServer, admin: Any, pool_name: str
+) -> None:
+    url = url_of("exporter", *exactly(watcher_commands("default"), "+info", "+time"))
+    assert said(url) == [WATCHER]
+    admin.acl_log_reset()
+    with (
+        in_process_worker(own_server.url, pool_name, shards=1),
+        connected(own_server.url, pool_name) as lm,
+        PoolViewer(url, pool_name) as viewer,
+    ):
+        lm.sync.next_token_logprobs([1, 2])
+        view = viewer.read()
+    assert (len(view.workers), view.statistics["computed"], view.dead_letters) == (1, 1, 0)
+    assert admin.acl_log() == []
+
+
+@pytest.mark.parametrize("lacking", ["xack", "hincrby", "zadd", "psetex"])
+def test_a_worker_says_what_its_user_may_not(
+    lacking: str, url_of: Callable[..., str], pool_name: str
+) -> None:
+    url = url_of("worker", *rules_of("worker"), f"-{lacking}")
+    with closing(WorkerProcess(url, pool_name)) as worker:
+        until(lambda: "may not do all" in worker.log, what="it to say so")
+        (warning,) = [line for line in worker.log.splitlines() if "do all that workers do" in line]
+    assert f" {lacking.upper()}: " in warning
+    assert "ACL SETUSER <user> +@read" in warning
+
+
+def test_a_worker_that_may_do_all_warns_of_nothing(
+    url_of: Callable[..., str], pool_name: str
+) -> None:
+    with worker_process(url_of("worker", *rules_of("worker")), pool_name) as worker:
+        assert "may not do all" not in worker.log
+
+
+def test_a_worker_whose_calls_go_through_another_server_needs_no_rights_for_them_in_the_pools(
+    url_of: Callable[..., str], own_server: RealServer, pool_name: str
+) -> None:
+    rules = [rule for rule in rules_of("worker") if "arq" not in rule]
+    url = url_of("worker", *rules)
+    with worker_process(url, pool_name, control_url=own_server.url) as worker:
+        assert "may not do all" not in worker.log
+    with closing(WorkerProcess(url, pool_name)) as worker:
+        until(lambda: "arq:job:" in worker.log, what="it to say what it lacks")
+
+
 def test_the_remedy_is_one(url_of: Callable[..., str]) -> None:
     (reason,) = found(url_of("producer", "~*", "+@connection", "+info"))
     assert found(url_of("producer", *remedy(reason))) == []
@@ -189,18 +259,21 @@ def test_every_command_of_workers_scripts_is_looked_up() -> None:
     )
 
 
-def exactly(commands: Iterable[Command]) -> list[str]:
+WORKERS_REST = (
+    *("+info", "+time", "+script|load", "+multi", "+exec"),
+    *("(+eval +evalsha +xreadgroup ~*)", "(+del ~arq:*)"),  # these take keys of several kinds
+)
+
+
+def exactly(commands: Iterable[Command], *rest: str) -> list[str]:
     """Rules by which a user may do these commands, each with keys of its kind, and no more."""
     names: dict[str, set[str]] = defaultdict(set)
-    rules = ["+info", "+time", "+script|load", "+multi", "+exec", "+@connection"]
+    rules = [*rest, "+@connection"]
     for command in commands:
         kinds = [re.sub(r"\{.*\}", "{lmpool:*}", str(word)) for word in command]
         kinds = [re.sub(r"(?<=[:}])(0+|c|w)(?=:|$)", "*", kind) for kind in kinds]
         kinds = [kind.replace("lmpool:default", "lmpool:*") for kind in kinds if "lmpool:" in kind]
         names[" ".join(f"~{kind}" for kind in kinds)].add(f"+{name_of(command)}")
-    # These take keys of several kinds at once.
-    names["~*"] = {"+evalsha", "+eval", "+xreadgroup"}
-    names["~arq:*"] = {"+del"}
     rules += [f"({' '.join(sorted(some))} {kinds})" for kinds, some in names.items() if kinds]
     return rules
 
@@ -213,7 +286,7 @@ def test_what_is_looked_up_is_all_that_a_worker_needs(
     tmp_path: Path,
 ) -> None:
     """Nothing was refused a worker that may do that alone, but what it does without."""
-    url = url_of("worker", *exactly(OF_WORKERS))
+    url = url_of("worker", *exactly(OF_WORKERS, *WORKERS_REST))
     admin.acl_log_reset()
     style = tmp_path / "style"
     style.mkdir()

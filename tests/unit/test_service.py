@@ -282,7 +282,14 @@ def test_a_server_that_goes_away_in_the_midst_of_joining_is_waited_for(
 ) -> None:
     """It closes the connection at each step, once more when that is made good, then loads."""
     lost = [redis.exceptions.ConnectionError("Connection closed by server.")] * 2
-    for name in ("greet", "warn_about", "join", "create_groups", "publish_vocabulary"):
+    for name in (
+        "greet",
+        "warn_about",
+        "warn_of_rights",
+        "join",
+        "create_groups",
+        "publish_vocabulary",
+    ):
         failures: list[Exception] = [redis.exceptions.BusyLoadingError("loading"), *lost]
         step = getattr(service_module, name)
 
