@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
+import os
 import re
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -25,6 +29,8 @@ from lmpool.tracing import set_up
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES: Final = 65_536
 MOST_FRAMING: Final = 16
@@ -47,6 +53,8 @@ BACKLOG: Final = 2048
 """Connections that wait to be taken."""
 FILES: Final = 16_384
 """That may be open: requests, connections between two of them, and what else there is."""
+SAID_EVERY: Final = 60.0
+"""Seconds between two words on the same want."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -60,10 +68,34 @@ def listen(host: str, port: int) -> socket.socket:
         raise cannot_listen(host, port, error) from None
 
 
+class _Files:
+    """Says that there is no room for more connections: uvloop ends those that it has no descriptor
+    for without a word."""
+
+    def __init__(self) -> None:
+        self._said_at = -math.inf
+
+    def look(self, number: int) -> None:
+        """See whether there is room for one more beside the descriptor of that number."""
+        try:
+            os.close(os.dup(number))
+        except OSError as error:
+            now = time.monotonic()
+            if now - self._said_at >= SAID_EVERY:
+                self._said_at = now
+                logger.warning(
+                    "connections are turned away: %s, of which this process may have %d: raise "
+                    "that (ulimit -n, LimitNOFILE= of systemd), or start more gateways",
+                    error.strerror,
+                    resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+                )
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, whose heads have `seconds` to arrive, and `MAX_HEAD_BYTES`."""
 
     seconds: ClassVar[float]
+    files: ClassVar[_Files]
     patience: ClassVar[float] = STALL + GRACE
     """Seconds for a caller to take what waits for it. The door waits for less, and says why it cuts
     an answer, but sees neither paths without a key nor the end of an answer."""
@@ -82,6 +114,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.files.look(transport.get_extra_info("socket").fileno())
         transport.set_write_buffer_limits(0)  # whatever is not taken at once is unread
         self._ending = asyncio.Event()
         self._begin()
@@ -121,11 +154,14 @@ class _Protocol(HttpToolsProtocol):
             return
         if self._head is not None:
             self._head += len(data)
+            if self._head > MAX_HEAD_BYTES:  # unless that is of a body which came with it
+                behind = (self._begun + data).partition(b"\r\n\r\n")[2]
+                if self._head - len(behind) > MAX_HEAD_BYTES:
+                    self._late()
+                    return
         else:
             self._beside += len(data)
         super().data_received(self._without_upgrade(data))
-        if self._head is not None and self._head > MAX_HEAD_BYTES:
-            self._late()
         if self._beside > MAX_HEAD_BYTES + MOST_FRAMING * self._body:
             self.transport.abort()  # trailers, which uvicorn keeps, however many they are
 
@@ -226,7 +262,7 @@ def _begun_mark(head: bytes) -> bytes:
 
 def protocol(seconds: float) -> type[HttpToolsProtocol]:
     """The protocol of a server whose heads have so many seconds to arrive."""
-    return type("Protocol", (_Protocol,), {"seconds": seconds})
+    return type("Protocol", (_Protocol,), {"seconds": seconds, "files": _Files()})
 
 
 class _Server(uvicorn.Server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import socket
 import threading
@@ -22,6 +23,7 @@ from lmpool.gateway.options import GatewayOptions
 from tests.support.gateways import GatewayProcess
 from tests.support.pools import pool_shards, until_at_rest, worker_processes
 from tests.support.waiting import until
+from tests.support.workers import worker_process
 
 pytestmark = [pytest.mark.slow]
 
@@ -209,6 +211,39 @@ def test_a_crowd_is_answered_in_bounded_memory_and_leaves_no_job(
         # Nobody holds a place any more: this takes all of them.
         body = {"prompt": [[3, 4]] * places, "max_tokens": 1}
         assert http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.one_server
+def test_a_gateway_that_can_take_no_more_connections_says_so_once(
+    server_url: str, pool_name: str
+) -> None:
+    """It is as fine as before where there is room again."""
+    with (
+        worker_process(server_url, pool_name),
+        GatewayProcess(server_url, pool_name) as gateway,
+    ):
+        with httpx.Client(base_url=gateway.base_url, timeout=60) as http:
+            until(lambda: http.get("/ready").is_success, 60, what="it to be ready", every=0.1)
+        there = len(os.listdir(f"/proc/{gateway.process.pid}/fd"))
+        most = there + 20
+        _, hard = resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (most, hard))
+        for _ in range(2):
+            with ExitStack() as crowd:
+                for _ in range(40):
+                    crowd.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+                until(lambda: "connections are turned away" in gateway.log(), what="it to say so")
+            with httpx.Client(base_url=gateway.base_url, timeout=60) as http:
+                until(lambda: _answers(http), 60, what="it to take another", every=0.1)
+        (said,) = [line for line in gateway.log().splitlines() if "turned away" in line]
+        assert f"may have {most}: raise that (ulimit -n" in said
+
+
+def _answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").is_success
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.one_server

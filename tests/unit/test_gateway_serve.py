@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from lmpool.errors import SettingsError
 from lmpool.gateway.door import PART, STALL
-from lmpool.gateway.serve import SEND_BYTES, UNREADABLE, _Server, listen, protocol
+from lmpool.gateway.serve import MAX_HEAD_BYTES, SEND_BYTES, UNREADABLE, _Server, listen, protocol
 from lmpool.insistence import Insistence
 from lmpool.monitoring.server import MonitoringServer
 
@@ -106,6 +106,14 @@ async def whole_parts(parts: Sequence[bytes]) -> bytes:
         return answer
 
 
+async def answer_in_full(parts: Sequence[bytes]) -> bytes:
+    """The same where the server may end the connection first."""
+    try:
+        return await whole_parts(parts)
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
+
+
 BODY = b'{"Upgrade": 1}\r\nUpgrade: x\r\n\r\n\r\nUp'
 OFFER = (
     b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\nX: \r\n"
@@ -120,6 +128,28 @@ def test_an_offer_of_another_protocol_may_come_in_parts(size: int) -> None:
     answer = asyncio.run(whole_parts(parts))
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert answer.partition(b"\r\n\r\n")[2].startswith(b"%x\r\n%b" % (len(BODY), BODY))
+
+
+LARGE_BODY = bytes(2 * MAX_HEAD_BYTES)
+
+
+def long_head(size: int) -> bytes:
+    """One of so many bytes, its end included."""
+    begun = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\nX: " % len(
+        LARGE_BODY
+    )
+    return begun + b"x" * (size - len(begun) - 4) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 40])
+def test_a_head_is_as_long_as_it_may_be_however_it_comes(cut: int) -> None:
+    """Also in one read, with a large body right behind it, or cut within its end."""
+    for size, is_taken in ((MAX_HEAD_BYTES, True), (MAX_HEAD_BYTES + 1, False)):
+        head = long_head(size)
+        for parts in ([head + LARGE_BODY], [head[:-cut], head[-cut:] + LARGE_BODY]):
+            answer = asyncio.run(answer_in_full(parts))
+            assert (LARGE_BODY in answer) == is_taken, (size, cut)
+            assert bool(answer) == is_taken
 
 
 @pytest.mark.parametrize("cut", range(OFFER.index(b"\r\nUpgrade"), len(OFFER) + 1))
