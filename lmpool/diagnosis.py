@@ -15,7 +15,6 @@ from lmpool.affinity import LANES_PER_WORKER, lanes_in_use
 from lmpool.checks import counted
 from lmpool.errors import LmpoolError
 from lmpool.model_info import MAX_LANES, ModelInfo
-from lmpool.permissions import CLIENT_RULES, WORKER_RULES, some_of
 from lmpool.server import check_version
 from lmpool.server_url import worker_command
 
@@ -27,6 +26,12 @@ OVERFULL: Final = 0.97
 """Of maxmemory: workers keep a sixteenth free at least, as far as it is theirs."""
 ROWS_ENOUGH: Final = 2_000
 CONNECTIONS_LEFT: Final = 50
+_REFUSALS_SHOWN: Final = 5
+_RIGHTS_OF_CLIENTS: Final = (
+    "ACL SETUSER <user> +@read +@write +@stream +@scripting +@transaction +@connection +info +time "
+    "%RW~lmpool:* %RW~{lmpool:*"
+)
+_RIGHTS_OF_WORKERS: Final = f"{_RIGHTS_OF_CLIENTS} %RW~arq:*"
 MANY_WAIT: Final = 32
 """Waiting jobs from which it is told that most of them are in one lane."""
 MANY_TOKENS: Final = 10_000
@@ -63,18 +68,6 @@ class LaneFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
-    """What the user that looks may not."""
-
-    refused: Sequence[str] = ()
-    """Commands that clients need and this user may not, with what the server says of them."""
-    refused_to_workers: Sequence[str] | None = None
-    """The same of what workers need besides; None of a client's user, which may take no jobs."""
-    refused_to_watchers: Sequence[str] | None = None
-    """The same of what an exporter looks at; None of who may do more, or not even that."""
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """What was read of a server and one of its pools."""
 
@@ -87,7 +80,12 @@ class Facts:
     """Seconds that PINGs took."""
     clock_offset: float
     """Seconds by which the server's clock is ahead of this machine's."""
-    rights: Rights = Rights()
+    refused: Sequence[str] = ()
+    """Commands that clients need and this user may not, with what the server says of them."""
+    refused_to_workers: Sequence[str] | None = None
+    """The same of what workers need besides; None of a client's user, which may take no jobs."""
+    refused_to_watchers: Sequence[str] | None = None
+    """The same of what an exporter needs; None of who may do more than read, or not even that."""
     pool: str = "default"
     model: ModelInfo | None = None
     """What the pool serves; None where there is no such pool."""
@@ -124,39 +122,59 @@ def check_server(facts: Facts) -> Iterator[Finding]:
             "connect to its primary, "
             f"{facts.info.get('master_host')}:{facts.info.get('master_port')}",
         )
-    yield from _check_rights(facts.rights)
+    yield from _check_rights(facts)
 
 
-def _check_rights(rights: Rights) -> Iterator[Finding]:
-    to_clients, to_workers = rights.refused, rights.refused_to_workers
-    if rights.refused_to_watchers:
+def check_workers_rights(refused: Sequence[str]) -> Iterator[Finding]:
+    """What a worker's user may not of what workers do."""
+    if refused:
         yield Finding(
             "wrong",
-            "this user may ask nothing, and not see all that an exporter looks at: "
-            f"{some_of(rights.refused_to_watchers)}",
-            "`exporter` of deploy/redis/users.acl may; `producer` may ask",
+            f"this user is not allowed what workers do: {_first(refused)}",
+            f"{_RIGHTS_OF_WORKERS}, or `worker` of deploy/redis/users.acl",
         )
-        return
-    if rights.refused_to_watchers is not None:
-        yield Finding("ok", "this user may look at pools as an exporter does, and ask nothing")
+
+
+def _check_rights(facts: Facts) -> Iterator[Finding]:
+    to_clients, to_workers = facts.refused, facts.refused_to_workers
+    to_watchers = facts.refused_to_watchers
+    if to_watchers is not None:
+        yield _of_who_only_reads(to_watchers)
         return
     if to_clients:
         yield Finding(
             "wrong",
-            f"this user is not allowed what clients do: {some_of(to_clients)}",
-            f"{CLIENT_RULES}, or a user of deploy/redis/users.acl",
+            f"this user is not allowed what clients do: {_first(to_clients)}",
+            f"{_RIGHTS_OF_CLIENTS}, or a user of deploy/redis/users.acl",
         )
     if to_workers:
         yield Finding(
             "note",
-            f"this user may take jobs, and not do all else that workers do: {some_of(to_workers)}",
-            f"for a worker: {WORKER_RULES}, or `worker` of deploy/redis/users.acl; a client needs "
-            "none of it",
+            f"this user may take jobs, and not do all else that workers do: {_first(to_workers)}",
+            f"for a worker: {_RIGHTS_OF_WORKERS}, or `worker` of deploy/redis/users.acl; a client "
+            "needs none of it",
         )
     elif not to_clients and to_workers is None:
         yield Finding("ok", "this user may do what clients do, and take no jobs as workers do")
     elif not to_clients:
         yield Finding("ok", "this user may do what clients and workers do")
+
+
+def _of_who_only_reads(refused: Sequence[str]) -> Finding:
+    if refused:
+        return Finding(
+            "wrong",
+            f"this user may only read, and not all that `lmpool exporter` does: {_first(refused)}",
+            f"`exporter` of deploy/redis/users.acl; for a client: {_RIGHTS_OF_CLIENTS}",
+        )
+    said = "this user may read what `lmpool exporter` does, and neither ask nor take jobs"
+    return Finding("ok", said)
+
+
+def _first(refused: Sequence[str]) -> str:
+    """Some of them, and how many more there are."""
+    more = len(refused) - _REFUSALS_SHOWN
+    return "; ".join(refused[:_REFUSALS_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def check_eviction(facts: Facts) -> Iterator[Finding]:

@@ -37,17 +37,16 @@ from lmpool.cluster import SlotMoved, node_address
 from lmpool.cluster_diagnosis import ClusterFacts, ClusterNode, examine_cluster
 from lmpool.cluster_servers import ClusterServers
 from lmpool.commands import Server
-from lmpool.diagnosis import Facts, Finding, LaneFacts, Rights, examine
+from lmpool.diagnosis import Facts, Finding, LaneFacts, examine
 from lmpool.errors import LmpoolError, ServerRefused
 from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.permissions import (
     client_commands,
-    control_commands,
     in_words,
     not_permitted,
-    of_watcher,
+    watcher_commands,
     worker_commands,
 )
 from lmpool.producer import connect
@@ -326,7 +325,7 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
         config: dict[str, str] | None = server.config_get("*")
     except ResponseError:  # forbidden, or renamed by who runs it
         config = None
-    rights = _rights(server, options)
+    refused = _refused(server, options)
     offset = 0.0
     try:
         before = time.time()
@@ -336,27 +335,39 @@ def _server_facts(server: Server, url: str, options: ClientOptions) -> Facts:
         pass  # as it is not permitted
     cores = os.cpu_count() if _is_here(server, info) else None
     latencies = measure_latency(server)
-    return Facts(url, info, config, latencies, offset, rights, cores=cores)
+    return Facts(url, info, config, latencies, offset, *refused, cores=cores)
 
 
-def _rights(server: Server, options: ClientOptions) -> Rights:
-    """What this user may. Of one that takes no jobs, or only looks, no more is asked: each refusal
-    is in the server's ACL LOG, in the place of those that are looked for there."""
-    client = client_id(options.url)
-    of_clients = client_commands(options.pool, client)
-    of_workers = worker_commands(options.pool) + control_commands(options.pool)
+def _refused(
+    server: Server, options: ClientOptions
+) -> tuple[list[str], list[str] | None, list[str] | None]:
+    """What this user may not of what clients, workers and exporters do, as `Facts` have it. A
+    worker is who may take jobs, an exporter who may read, and neither run scripts nor add anything.
+    Of what others do no more is asked: each refusal is in the server's ACL LOG, in the place of
+    those that are looked for there."""
+    of_clients = client_commands(options.pool, client_id(options.url))
+    of_workers = worker_commands(options.pool)
     takes_jobs = [command for command in of_workers if command[0] == "XREADGROUP"]
     refused = not_permitted(server, [*of_clients, *takes_jobs])
     to_clients = in_words({c: said for c, said in refused.items() if c not in takes_jobs})
-    if ("MULTI",) in refused or refused.keys() >= {*takes_jobs}:
-        of_looks = of_watcher(server, options.pool, client, refused) if to_clients else None
-        if of_looks is not None:
-            return Rights(refused_to_watchers=[*in_words(of_looks).values()])
-        return Rights([*to_clients.values()])
+    no_more = ("MULTI",) in refused
+    if no_more or refused.keys() >= {*takes_jobs}:
+        runs, adds = ({c for c in of_clients if c[0] == name} for name in ("EVALSHA", "XADD"))
+        only_reads = refused.keys() >= runs and (no_more or refused.keys() >= adds)
+        to_watchers = _refused_to_watchers(server, options.pool) if only_reads else None
+        return [*to_clients.values()], None, to_watchers
     refused |= not_permitted(server, [c for c in of_workers if c not in {*of_clients, *takes_jobs}])
     found = in_words(refused).items()
     to_workers = [said for about, said in found if about not in to_clients]
-    return Rights([*to_clients.values()], to_workers)
+    return [*to_clients.values()], to_workers, None
+
+
+def _refused_to_watchers(server: Server, pool: str) -> list[str] | None:
+    """None of who may read nothing of a pool."""
+    commands = watcher_commands(pool)
+    refused = not_permitted(server, commands, only_read=True)
+    of_pools = {each for each in commands if each[0] not in ("INFO", "TIME")}
+    return None if refused.keys() >= of_pools else [*in_words(refused).values()]
 
 
 def _is_here(server: Server, info: Mapping[str, object]) -> bool:

@@ -1,31 +1,18 @@
-"""What a server does not permit a user that clients or workers need, found without doing it."""
+"""What a server does not permit a user whose role needs it, found without changing anything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from redis.exceptions import ExecAbortError, NoPermissionError
 
 from lmpool.commands import Server
-from lmpool.keys import GROUP, PoolKeys
+from lmpool.keys import GROUP, PRIORITIES, PoolKeys
 from lmpool.server import REFUSALS
 
 _NO_MODEL: Final = "00000000"
 _NO_SCRIPT: Final = "0" * 40
-
-CLIENT_RULES: Final = (
-    "ACL SETUSER <user> +@read +@write +@stream +@scripting +@transaction +@connection +info +time "
-    "%RW~lmpool:* %RW~{lmpool:*"
-)
-WORKER_RULES: Final = f"{CLIENT_RULES} %RW~arq:*"
-"""Rules by which a user may do all of it; deploy/redis/users.acl has narrower ones."""
-
-SHOWN: Final = 5
-"""Refusals that are told; of the others how many there are."""
-
-_CHANGES: Final = ("EVALSHA", "XADD", "XDEL", "XTRIM", "SET", "DEL", "PEXPIRE", "ZADD")
 
 Command = tuple[str | int, ...]
 
@@ -51,7 +38,7 @@ def client_commands(pool: str, client: str) -> list[Command]:
         *(("ZADD", shard.waiting, 1, "0"), ("XLEN", shard.wake)),
         ("XADD", shard.wake, "*", "at_once", "0"),
     ]
-    for priority in ("interactive", "batch"):
+    for priority in PRIORITIES:
         jobs = shard.stream(priority).key
         commands += [
             *(("EVALSHA", _NO_SCRIPT, 1, jobs), ("XADD", jobs, "*", "job", "")),
@@ -60,6 +47,27 @@ def client_commands(pool: str, client: str) -> list[Command]:
             ("XINFO", "CONSUMERS", jobs, GROUP),
         ]
     return commands
+
+
+def watcher_commands(pool: str) -> list[Command]:
+    """What ``lmpool exporter`` asks of a server, all of which only reads, of keys of each kind that
+    it is about."""
+    keys = PoolKeys(pool)
+    shard = keys.shard(_NO_MODEL, 0)
+    asked = {
+        keys.info: "GET %",
+        shard.alive("w"): "PTTL %, MGET %",
+        shard.bounds: "HGET % used",
+        shard.counters: "HGETALL %",
+        shard.adapters: "HGETALL %",
+        shard.account: "XINFO STREAM %",
+        shard.dead: "XLEN %",
+    } | {
+        shard.stream(priority).key: f"XLEN %, XINFO GROUPS %, XINFO CONSUMERS % {GROUP}, "
+        f"XPENDING % {GROUP}, XRANGE % - + COUNT 1"
+        for priority in PRIORITIES
+    }
+    return [("INFO", "server"), ("INFO", "memory"), ("TIME",), *_about(asked)]
 
 
 # What workers ask of the keys of a shard: each % is the key.
@@ -77,8 +85,8 @@ _OF_A_HASH: Final = "HLEN %, HGET % f, HGETALL %, HDEL % f, UNLINK %, PEXPIRE % 
 
 
 def worker_commands(pool: str) -> list[Command]:
-    """What a worker asks of a pool's server, by itself and within scripts: every command of theirs,
-    with keys of each kind that it is about."""
+    """What a worker asks of a server, by itself, within scripts and as arq does: every command of
+    theirs, with keys of each kind that it is about."""
     keys = PoolKeys(pool)
     shard = keys.shard(_NO_MODEL, 0)
     asked = {
@@ -109,11 +117,12 @@ def worker_commands(pool: str) -> list[Command]:
         shard.steady: "GET %, SET % 1, PEXPIRE % 1",
         shard.alive("w"): "SET % x PX 1, PEXPIRE % 1, PTTL %, DEL %",
     }
-    return [("SCRIPT", "LOAD", "return"), ("TIME",), *_about(asked)]
+    loads = ("SCRIPT", "LOAD", "return"), ("TIME",)
+    return [*loads, *_about(asked), *control_commands(pool)]
 
 
 def control_commands(pool: str) -> list[Command]:
-    """What a worker's arq asks of the server that calls to every worker go through."""
+    """What arq asks of a server for calls to every worker, which may be one of its own."""
     keys = PoolKeys(pool)
     job = keys.control_job("0" * 32)
     asked = {
@@ -128,82 +137,44 @@ def control_commands(pool: str) -> list[Command]:
     return [*_about(asked)]
 
 
-def watcher_commands(pool: str) -> list[Command]:
-    """What who looks at a pool asks of its server, an exporter say: none of it changes anything."""
-    keys = PoolKeys(pool)
-    shard = keys.shard(_NO_MODEL, 0)
-    of_jobs = f"""
-        XLEN %, XPENDING % {GROUP} - + 1, XINFO STREAM %, XINFO GROUPS %, XINFO CONSUMERS % {GROUP}
-    """
-    asked = {
-        keys.info: "GET %",
-        keys.serving: "GET %",
-        shard.alive("w"): "GET %, MGET %, EXISTS %, PTTL %",
-        shard.adapters: "HGETALL %",
-        shard.counters: "HGETALL %",
-        shard.bounds: "HGET % used",
-        shard.account: "XINFO STREAM %",
-        shard.dead: "XLEN %",
-        shard.stream("interactive").key: of_jobs,
-        shard.stream("batch").key: of_jobs,
-    }
-    return [("INFO", "server"), ("TIME",), *_about(asked)]
-
-
 def _about(asked: Mapping[str, str]) -> Iterable[Command]:
     for key, commands in asked.items():
         for command in commands.split(","):
             yield tuple(key if word == "%" else word for word in command.split())
 
 
-def not_permitted(server: Server, commands: Sequence[Command]) -> dict[Command, str]:
+def not_permitted(
+    server: Server, commands: Sequence[Command], *, only_read: bool = False
+) -> dict[Command, str]:
     """What the server says to each of these commands that this user may not.
 
     They are sent in a MULTI that is never run: nobody asks for that. Who may not send MULTI is told
-    no more.
+    no more, but of scripts. Commands that `only_read` are asked as they are: who watches may need
+    no MULTI.
     """
-    with _asking(server) as ask:
-        # What MULTI does not take is done, until that ends; EXEC without it does nothing.
-        first = [*(each for each in commands if each[0] == "WATCH"), ("EXEC",), ("MULTI",)]
-        answers = ask(first)
-        if answers["MULTI",] == b"OK":  # else what follows would be done
-            answers |= ask([each for each in commands if each not in answers])
-    return _refusals(answers)
-
-
-def of_watcher(
-    server: Server, pool: str, client: str, refused: Mapping[Command, str]
-) -> dict[Command, str] | None:
-    """What a user may not see that was `refused` these of a client's; None of one that may change
-    something in a pool, or see nothing of it."""
-    changes = [each for each in client_commands(pool, client) if each[0] in _CHANGES]
-    looks = watcher_commands(pool)
-    with _asking(server) as ask:
-        if ("MULTI",) in refused:  # no more was asked; a script that is not there is not run
-            changes = [each for each in changes if each[0] == "EVALSHA"]
-            refused = _refusals(ask(changes))
-        if not refused.keys() >= {*changes}:
-            return None
-        found = _refusals(ask(looks))
-    about_pools = [each for each in looks if each[0] not in ("INFO", "TIME")]
-    return None if found.keys() >= {*about_pools} else found
-
-
-@contextmanager
-def _asking(server: Server) -> Iterator[Callable[[Sequence[Command]], dict[Command, Any]]]:
-    """Ask commands on a connection of the server's, which ends with whatever waits to be run."""
     pool: Any = server.connection_pool
     connection = pool.get_connection()
+    last: Any = None
 
-    def ask(commands: Sequence[Command]) -> dict[Command, Any]:
-        connection.send_packed_command(connection.pack_commands(commands))
-        return {each: _answer(connection) for each in commands}
+    def ask(*some: Command) -> list[Any]:
+        connection.send_packed_command(connection.pack_commands(some))
+        return [_answer(connection) for _ in some]
 
     try:
-        yield ask
+        # What MULTI does not take is done, until that ends; EXEC without it does nothing, and
+        # there is no such script.
+        first = [each for each in commands if only_read or each[0] in ("WATCH", "EVALSHA")]
+        first += [] if only_read else [("EXEC",), ("MULTI",)]
+        answers = dict(zip(first, ask(*first), strict=True))
+        if answers.get(("MULTI",)) == b"OK":  # else what follows would be done
+            rest = [each for each in commands if each not in answers]
+            *found, last = ask(*rest, ("DISCARD",))
+            answers |= zip(rest, found, strict=True)
     finally:
-        connection.disconnect()
+        if last != b"OK":  # what waits to be run ends with its connection
+            connection.disconnect()
         pool.release(connection)
+    return {each: str(said) for each, said in answers.items() if _is_refusal(said)}
 
 
 def _answer(connection: Any) -> Any:
@@ -211,10 +182,6 @@ def _answer(connection: Any) -> Any:
         return connection.read_response(disconnect_on_error=False)
     except REFUSALS as error:  # another node's, or nonsense, says nothing
         return error
-
-
-def _refusals(answers: Mapping[Command, Any]) -> dict[Command, str]:
-    return {each: str(said) for each, said in answers.items() if _is_refusal(said)}
 
 
 def _is_refusal(answer: object) -> bool:
@@ -233,9 +200,3 @@ def in_words(refused: Mapping[Command, str]) -> dict[str, str]:
         else:
             found.setdefault(said, f"{name}: {said}")
     return found
-
-
-def some_of(refused: Sequence[str]) -> str:
-    """Some of them, and how many more there are."""
-    more = len(refused) - SHOWN
-    return "; ".join(refused[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -24,6 +24,7 @@ from lmpool.errors import LmpoolError, PoolMismatch, ServerRefused, ServerTooOld
 from lmpool.exit_status import EXIT_REFUSED
 from lmpool.garbage import keep_what_is_there
 from lmpool.logs import logging_config
+from lmpool.permissions import control_commands
 from lmpool.profiling import profile
 from lmpool.server import greet
 from lmpool.servers import Servers
@@ -32,7 +33,7 @@ from lmpool.tracing import set_up
 from lmpool.worker.control import FUNCTIONS, LONGEST
 from lmpool.worker.control_redis import HEALTH_EVERY, CheckingRedis, ControlWorker, PatientRedis
 from lmpool.worker.patience import patiently
-from lmpool.worker.service import Service, place_name
+from lmpool.worker.service import Service, place_name, warn_of_rights
 from lmpool.worker.signals import hear_no_more
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def _greet_control(service: Service, url: str) -> None:
     servers = Servers.of_url(url, name="lmpool-worker")
     try:
         patiently(lambda: greet(servers.anywhere, url), service.status.stopping.wait)
+        commands = control_commands(service.options.pool)
+        patiently(lambda: warn_of_rights(servers.anywhere, commands), service.status.stopping.wait)
     finally:
         servers.close()
 

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -20,20 +20,19 @@ from lmpool.backends import load_engine
 from lmpool.backends.engine import Engine
 from lmpool.clock import ServerClock
 from lmpool.commands import Server
-from lmpool.diagnosis import Facts, check_eviction, check_persistence
+from lmpool.diagnosis import (
+    Facts,
+    Finding,
+    check_eviction,
+    check_persistence,
+    check_workers_rights,
+)
 from lmpool.errors import LmpoolError, ServerUnreachable, SettingsError
 from lmpool.keys import PoolKeys, ShardKeys
 from lmpool.liveness import LIFE_MS, any_alive
 from lmpool.model_info import ModelInfo
 from lmpool.neighbours import Neighbourhood
-from lmpool.permissions import (
-    WORKER_RULES,
-    control_commands,
-    in_words,
-    not_permitted,
-    some_of,
-    worker_commands,
-)
+from lmpool.permissions import Command, control_commands, in_words, not_permitted, worker_commands
 from lmpool.row_ring import SPARE
 from lmpool.rows import ENTRY_BYTES, LARGE
 from lmpool.server import ANSWER_TIMEOUT, explained, greet, is_wrong_type
@@ -172,7 +171,7 @@ class Service:
         # Before minutes of loading, not after.
         version = self._patiently(lambda: greet(control.anywhere, url, clock))
         self._patiently(lambda: warn_about(control.anywhere, url))
-        self._patiently(lambda: warn_of_rights(control.anywhere, options))
+        self._patiently(lambda: warn_of_rights(control.anywhere, self._commands()))
         self._patiently(lambda: _try_to_write(control, self.keys.info))
         self.start_progress.enter("load")
         with self.start_progress.listening():
@@ -242,6 +241,11 @@ class Service:
     def waiting(self) -> int:
         """Jobs that this worker has, and its engine has not."""
         return 0 if self._batcher is None else len(self._batcher)
+
+    def _commands(self) -> list[Command]:
+        """What it asks of the pool's server."""
+        elsewhere = [] if self.options.control_url is None else control_commands(self.options.pool)
+        return [each for each in worker_commands(self.options.pool) if each not in elsewhere]
 
     def _patiently(self, step: Callable[[], T]) -> T:
         """What `step` returns; see `patiently`. The server's refusals are errors of ours."""
@@ -641,26 +645,21 @@ def warn_about(server: Server, url: str) -> None:
     except redis.exceptions.ResponseError as error:
         logger.debug("the server does not show its settings: %s", error)
         return
-    for finding in (*check_eviction(facts), *check_persistence(facts)):
+    _log_all([*check_eviction(facts), *check_persistence(facts)])
+
+
+def warn_of_rights(server: Server, commands: Sequence[Command]) -> None:
+    """Say what of these commands this user may not. Most of them no error tells of: what one may
+    not do in a script, others may."""
+    refused = not_permitted(server, commands)
+    _log_all(check_workers_rights([*in_words(refused).values()]))
+
+
+def _log_all(findings: Iterable[Finding]) -> None:
+    for finding in findings:
         level = logging.WARNING if finding.level == "wrong" else logging.INFO
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         logger.log(level, "the server: %s%s", finding.what, remedy)
-
-
-def warn_of_rights(server: Server, options: WorkerOptions) -> None:
-    """Say what this worker's user may not: without XACK, say, the pool answers all the same, and it
-    takes the same jobs again and again."""
-    commands = worker_commands(options.pool)
-    if options.control == options.url:
-        commands += control_commands(options.pool)
-    refused = in_words(not_permitted(server, commands))
-    if refused:
-        logger.warning(
-            "the server: this user may not do all that workers do: %s; %s, or `worker` of "
-            "deploy/redis/users.acl",
-            some_of([*refused.values()]),
-            WORKER_RULES,
-        )
 
 
 def consumer_name(options: WorkerOptions) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,19 @@ from lmpool.permissions import (
 )
 from lmpool.pool_view import PoolViewer
 from lmpool.scripts import CLIENT_SCRIPTS, script
+from lmpool.servers import Servers
 from lmpool.shards import change
+from lmpool.worker.service import warn_of_rights
 from tests.support.clients import connected
 from tests.support.server import RealServer
 from tests.support.users import rules_of
 from tests.support.waiting import until
-from tests.support.workers import WorkerProcess, in_process_worker, worker_process
+from tests.support.workers import in_process_worker, worker_process
 from tests.unit.test_scripts import NAMES as SCRIPTS
 
 OF_CLIENTS = client_commands("default", "producer-1")
-OF_WORKERS = worker_commands("default") + control_commands("default")
+OF_WORKERS = worker_commands("default")
+OF_WATCHERS = watcher_commands("default")
 HAVE_PARTS = ("XINFO", "XGROUP", "SCRIPT")
 
 
@@ -60,30 +63,133 @@ ONLY_WORKERS = sorted(first_words(OF_WORKERS) - first_words(OF_CLIENTS) - {"xrea
 pytestmark = [pytest.mark.server, pytest.mark.one_server]
 
 
-def said(url: str) -> list[str]:
+def said(url: str, pool: str = "default") -> list[str]:
     """What the doctor says of the user's rights."""
-    findings = [each for each in inspection.diagnose(url) if each.what.startswith("this user")]
+    findings = inspection.diagnose(url, pool)
+    findings = [each for each in findings if each.what.startswith("this user")]
     return [f"{each.level}: {each.what}. {each.remedy}" for each in findings]
 
 
-def found(url: str) -> list[str]:
+def found(url: str, pool: str = "default") -> list[str]:
     """What clients lack."""
-    return [text for text in said(url) if text.startswith("wrong: ")]
+    return [text for text in said(url, pool) if text.startswith("wrong: ")]
 
 
 BOTH = "ok: this user may do what clients and workers do. "
-WATCHER = "ok: this user may look at pools as an exporter does, and ask nothing. "
 CLIENT = "ok: this user may do what clients do, and take no jobs as workers do. "
 
 
-@pytest.mark.parametrize(
-    ("role", "does"),
-    [("producer", CLIENT), ("worker", BOTH), ("operator", BOTH), ("exporter", WATCHER)],
-)
+WATCHES = "ok: this user may read what `lmpool exporter` does, and neither ask nor take jobs. "
+ROLES = {"producer": CLIENT, "worker": BOTH, "operator": BOTH, "exporter": WATCHES}
+
+
+@pytest.mark.parametrize(("role", "does"), ROLES.items())
+@pytest.mark.parametrize("is_served", [False, True])
 def test_a_role_of_the_file_may_all_that_is_looked_up(
+    is_served: bool, role: str, does: str, url_of: Callable[..., str], own_server: RealServer
+) -> None:
+    url = url_of(role, *rules_of(role))
+    with in_process_worker(own_server.url, "default") if is_served else nullcontext():
+        assert said(url) == [does]
+        assert not [each for each in inspection.diagnose(url) if each.level == "wrong"]
+
+
+@pytest.mark.parametrize(("role", "does"), ROLES.items())
+def test_a_role_for_one_pool_may_all_that_is_looked_up_there(
     role: str, does: str, url_of: Callable[..., str]
 ) -> None:
-    assert said(url_of(role, *rules_of(role))) == [does]
+    """As docs/security.md says; and who is to be kept apart has notices of its own name."""
+    text = " ".join(rules_of(role)).replace("{lmpool:*}:serving", "{lmpool:llama}:serving")
+    text = text.replace("%RW~{lmpool:* ", "%RW~{lmpool:llama}:* %RW~{lmpool:llama:* ")
+    text = re.sub(r"(%\w+~)lmpool:\* ", r"\1lmpool:llama \1lmpool:llama:* ", text)
+    text = text.replace("{lmpool:*", "{lmpool:llama:*").replace(":producer-*", ":alice-*")
+    url = url_of("alice", *re.findall(r"\([^)]*\)|\S+", text))
+    assert said(url, "llama") == [does]
+    assert found(url, "other")
+
+
+@pytest.mark.parametrize("name", sorted(first_words(OF_WATCHERS) - {"time"}))
+def test_a_command_that_an_exporter_lacks_is_named(name: str, url_of: Callable[..., str]) -> None:
+    url = url_of("exporter", *rules_of("exporter"), f"-{name}")
+    (reason,) = said(url)
+    assert reason.startswith("wrong: this user may only read, and not all that `lmpool exporter` ")
+    assert f" {name.upper()}: " in reason
+    (rules,) = re.findall(r"for a client: ACL SETUSER <user> (.*)$", reason)
+    assert found(url_of("exporter", *rules.split())) == []
+
+
+def test_keys_that_an_exporter_lacks_are_named(url_of: Callable[..., str]) -> None:
+    rules = [rule for rule in rules_of("exporter") if "dead" not in rule]
+    (reason,) = said(url_of("exporter", *rules))
+    assert reason.startswith("wrong: ")
+    assert re.search(r" XLEN \S+:dead: ", reason)
+
+
+def test_what_is_looked_up_is_all_that_an_exporter_needs(
+    url_of: Callable[..., str], own_server: RealServer, admin: Any, pool_name: str
+) -> None:
+    rules = [rule for rule in exactly(OF_WATCHERS) if rule not in ("+multi", "+exec")]
+    url = url_of("exporter", *rules)
+    admin.acl_log_reset()
+    with (
+        in_process_worker(own_server.url, pool_name, shards=1),
+        connected(own_server.url, pool_name) as lm,
+        PoolViewer(url, pool_name) as viewer,
+    ):
+        lm.next_token_logprobs_sync([1, 2])
+        (shard,) = lm.shards
+        for stream in shard.streams:  # what waits where nobody reads
+            admin.xgroup_destroy(stream.key, "workers")
+            admin.xadd(stream.key, {"job": "x"})
+        admin.xadd(shard.dead, {"job": "x"})
+        view = viewer.read()
+    assert view.statistics["computed"] == 1
+    assert view.dead_letters is not None
+    assert admin.acl_log(100) == []
+
+
+@pytest.mark.parametrize(
+    "lacking", [["xack", "xdel"], ["hincrby"], ["multi"], ["psetex"], ["xreadgroup"]]
+)
+def test_a_worker_says_at_its_start_what_it_may_not_do(
+    lacking: list[str],
+    url_of: Callable[..., str],
+    admin: redis.Redis,
+    pool_name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = url_of("worker", "~*", "+@all", *(f"-{name}" for name in lacking))
+    with in_process_worker(url, pool_name, may_fail=True):
+        pass
+    (line,) = [text for text in caplog.messages if "what workers do" in text]
+    assert line.startswith("the server: this user is not allowed what workers do: ")
+    for name in lacking:
+        assert f" {name.upper()}: " in line
+    assert line.endswith("%RW~arq:*, or `worker` of deploy/redis/users.acl")
+    rules = re.findall(r"ACL SETUSER <user> ([^,]*),", line)[0].split()
+    caplog.clear()
+    with in_process_worker(url_of("worker", *rules), pool_name):
+        pass
+    assert "not allowed" not in caplog.text
+
+
+def test_a_worker_whose_calls_are_elsewhere_needs_no_rights_for_them_here(
+    url_of: Callable[..., str],
+    own_server: RealServer,
+    pool_name: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = url_of("worker", *(rule for rule in rules_of("worker") if "arq" not in rule))
+    with in_process_worker(url, pool_name, control_url=own_server.url):
+        pass
+    assert "not allowed" not in caplog.text
+    with in_process_worker(url, pool_name):
+        pass
+    assert "not allowed what workers do: " in caplog.text
+    with closing(Servers.of_url(url)) as servers:
+        caplog.clear()
+        warn_of_rights(servers.anywhere, control_commands(pool_name))
+    assert "arq:job:" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -170,66 +276,6 @@ def remedy(reason: str) -> list[str]:
     return str(rules).split()
 
 
-def test_who_may_look_lacks_no_right_for_it(url_of: Callable[..., str], admin: redis.Redis) -> None:
-    """But one that may do some of what clients do is a client that lacks the others."""
-    looks = [*rules_of("exporter")]
-    assert said(url_of("exporter", *looks, "+multi", "+exec")) == [WATCHER]
-    for lacking in ([], ["+multi", "+exec"]):
-        (reason,) = found(url_of("exporter", *looks, "-xinfo|stream", *lacking))
-        assert "may ask nothing, and not see all that an exporter looks at: XINFO: " in reason
-    assert found(url_of("exporter", *looks, "+multi", "+exec", "(+set %RW~{lmpool:*}:flight:*)"))
-    (reason,) = found(url_of("exporter", *looks, "(+evalsha %RW~{lmpool:*}:jobs:*)"))
-    assert "multi" in reason
-    assert admin.dbsize() == 0
-
-
-def test_what_is_looked_up_is_all_that_an_exporter_needs(
-    url_of: Callable[..., str], own_server: RealServer, admin: Any, pool_name: str
-) -> None:
-    url = url_of("exporter", *exactly(watcher_commands("default"), "+info", "+time"))
-    assert said(url) == [WATCHER]
-    admin.acl_log_reset()
-    with (
-        in_process_worker(own_server.url, pool_name, shards=1),
-        connected(own_server.url, pool_name) as lm,
-        PoolViewer(url, pool_name) as viewer,
-    ):
-        lm.sync.next_token_logprobs([1, 2])
-        view = viewer.read()
-    assert (len(view.workers), view.statistics["computed"], view.dead_letters) == (1, 1, 0)
-    assert admin.acl_log() == []
-
-
-@pytest.mark.parametrize("lacking", ["xack", "hincrby", "zadd", "psetex"])
-def test_a_worker_says_what_its_user_may_not(
-    lacking: str, url_of: Callable[..., str], pool_name: str
-) -> None:
-    url = url_of("worker", *rules_of("worker"), f"-{lacking}")
-    with closing(WorkerProcess(url, pool_name)) as worker:
-        until(lambda: "may not do all" in worker.log, what="it to say so")
-        (warning,) = [line for line in worker.log.splitlines() if "do all that workers do" in line]
-    assert f" {lacking.upper()}: " in warning
-    assert "ACL SETUSER <user> +@read" in warning
-
-
-def test_a_worker_that_may_do_all_warns_of_nothing(
-    url_of: Callable[..., str], pool_name: str
-) -> None:
-    with worker_process(url_of("worker", *rules_of("worker")), pool_name) as worker:
-        assert "may not do all" not in worker.log
-
-
-def test_a_worker_whose_calls_go_through_another_server_needs_no_rights_for_them_in_the_pools(
-    url_of: Callable[..., str], own_server: RealServer, pool_name: str
-) -> None:
-    rules = [rule for rule in rules_of("worker") if "arq" not in rule]
-    url = url_of("worker", *rules)
-    with worker_process(url, pool_name, control_url=own_server.url) as worker:
-        assert "may not do all" not in worker.log
-    with closing(WorkerProcess(url, pool_name)) as worker:
-        until(lambda: "arq:job:" in worker.log, what="it to say what it lacks")
-
-
 def test_the_remedy_is_one(url_of: Callable[..., str]) -> None:
     (reason,) = found(url_of("producer", "~*", "+@connection", "+info"))
     assert found(url_of("producer", *remedy(reason))) == []
@@ -259,21 +305,18 @@ def test_every_command_of_workers_scripts_is_looked_up() -> None:
     )
 
 
-WORKERS_REST = (
-    *("+info", "+time", "+script|load", "+multi", "+exec"),
-    *("(+eval +evalsha +xreadgroup ~*)", "(+del ~arq:*)"),  # these take keys of several kinds
-)
-
-
-def exactly(commands: Iterable[Command], *rest: str) -> list[str]:
+def exactly(commands: Iterable[Command]) -> list[str]:
     """Rules by which a user may do these commands, each with keys of its kind, and no more."""
     names: dict[str, set[str]] = defaultdict(set)
-    rules = [*rest, "+@connection"]
+    rules = ["+info", "+time", "+script|load", "+multi", "+exec", "+@connection"]
     for command in commands:
         kinds = [re.sub(r"\{.*\}", "{lmpool:*}", str(word)) for word in command]
         kinds = [re.sub(r"(?<=[:}])(0+|c|w)(?=:|$)", "*", kind) for kind in kinds]
         kinds = [kind.replace("lmpool:default", "lmpool:*") for kind in kinds if "lmpool:" in kind]
         names[" ".join(f"~{kind}" for kind in kinds)].add(f"+{name_of(command)}")
+    # These take keys of several kinds at once.
+    names["~*"] = {"+evalsha", "+eval", "+xreadgroup"}
+    names["~arq:*"] = {"+del"}
     rules += [f"({' '.join(sorted(some))} {kinds})" for kinds, some in names.items() if kinds]
     return rules
 
@@ -286,7 +329,7 @@ def test_what_is_looked_up_is_all_that_a_worker_needs(
     tmp_path: Path,
 ) -> None:
     """Nothing was refused a worker that may do that alone, but what it does without."""
-    url = url_of("worker", *exactly(OF_WORKERS, *WORKERS_REST))
+    url = url_of("worker", *exactly(OF_WORKERS))
     admin.acl_log_reset()
     style = tmp_path / "style"
     style.mkdir()
@@ -318,4 +361,4 @@ def test_what_is_looked_up_is_all_that_a_worker_needs(
             until(lambda: admin.xlen(shard.dead) == 0, what="it to be taken along")
             lm.remove_lora("style")
     denied = {(str(entry["reason"]), str(entry["object"])) for entry in admin.acl_log(1000)}
-    assert {what for _, what in denied} <= {"config|get", "dbsize"}, denied
+    assert {what for _, what in denied} <= {"config|get", "dbsize", "discard"}, denied

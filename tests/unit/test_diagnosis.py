@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.diagnosis import Facts, Finding, LaneFacts, Rights, examine
+from lmpool.diagnosis import Facts, Finding, LaneFacts, examine
 from lmpool.model_info import ModelInfo
 
 MODEL = ModelInfo(
@@ -64,10 +64,10 @@ def test_nothing_is_wrong_with_a_healthy_pool() -> None:
     [
         ({"info": {"redis_version": "6.2.1"}}, "wrong", "6.2.1"),
         ({"info": {"role": "slave", "master_host": "h", "master_port": 1}}, "wrong", "replica"),
-        ({"rights": Rights(["no 'eval'"])}, "wrong", "no 'eval'"),
-        ({"rights": Rights([], ["no 'xack'"])}, "note", "no 'xack'"),
-        ({"rights": Rights([], None, ["no 'xlen'"])}, "wrong", "no 'xlen'"),
-        ({"rights": Rights(["a"], ["no 'xack'"])}, "note", "no 'xack'"),
+        ({"refused": ["no 'eval'"]}, "wrong", "no 'eval'"),
+        ({"refused_to_workers": ["no 'xack'"]}, "note", "no 'xack'"),
+        ({"refused": ["a"], "refused_to_workers": ["no 'xack'"]}, "note", "no 'xack'"),
+        ({"refused": ["a"], "refused_to_watchers": ["no 'xlen'"]}, "wrong", "no 'xlen'"),
         ({"info": {"maxmemory_policy": "allkeys-lru"}}, "wrong", "allkeys-lru"),
         ({"info": {"maxmemory_policy": "allkeys-lfu", "maxmemory": 0}}, "note", "once a maxmemory"),
         ({"info": {"maxmemory_policy": "volatile-ttl"}}, "wrong", "volatile-ttl"),

@@ -283,6 +283,18 @@ def test_a_replaced_model_does_not_come_back_whenever_the_server_loses_its_data(
         server.set(keys.serving, other.mark())
 
 
+def test_who_was_replaced_says_of_nobody_that_they_live(
+    servers: Servers, server: redis.Redis, keys: PoolKeys
+) -> None:
+    """Else their model could not be replaced once they are gone, but by force."""
+    other = replace(INFO, fingerprint="f" * 32)
+    server.set(keys.info, other.pack())
+    server.set(keys.serving, other.mark(), px=60_000)
+    new(servers, keys).beat(servers)
+    left: Any = server.pttl(keys.serving)
+    assert 0 < left <= 60_000
+
+
 def test_what_is_to_be_there_and_is_not_is_told_at_each_beat_while_the_pool_is_its_own(
     servers: Servers, server: redis.Redis, keys: PoolKeys
 ) -> None:
