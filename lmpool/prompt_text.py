@@ -13,6 +13,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from lmpool.checks import quoted
 from lmpool.errors import PromptError
 from lmpool.vocabulary import Vocabulary
 
@@ -42,7 +43,10 @@ def encoder(lm: PooledLM[object], vocabulary: Vocabulary, *, quick: bool = False
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise PromptError("the prompt is no text in UTF-8") from None
+            raise PromptError(
+                f"{quoted(text)}: the prompt is no text in UTF-8: write it without lone "
+                "surrogates; where it came from a command line, set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+            ) from None
         return encode(text)
 
     return encode_text

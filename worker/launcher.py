@@ -71,6 +71,15 @@ class Backoff:
         return wait * (0.75 + 0.5 * self.jitter())
 
 
+def named_folder() -> str:
+    """The working directory as it was changed to: a symbolic link may lead elsewhere later."""
+    named = os.environ.get("PWD", "")
+    with contextlib.suppress(OSError):
+        if os.path.isabs(named) and os.path.samefile(named, os.curdir):
+            return named
+    return os.getcwd()
+
+
 @dataclass
 class Launcher:
     """Keeps a worker running in each of its placements."""
@@ -82,7 +91,7 @@ class Launcher:
     command: Sequence[str] = ARQ
     new_backoff: Callable[[], Backoff] = Backoff
     insistence: Insistence = field(default_factory=Insistence)
-    folder: str = field(default_factory=os.getcwd)
+    folder: str = field(default_factory=named_folder)
     """Where workers run, by its name: a deploy may remove it, and put another one there."""
     _running: dict[Popen[bytes], asyncio.Future[int]] = field(default_factory=dict)
     """The workers' processes, each with its exit status once it has one."""
@@ -119,13 +128,16 @@ class Launcher:
     async def _keep(self, placement: Placement) -> int:
         """Run a worker, and another one when it dies; the exit status of the last."""
         backoff = self.new_backoff()
+        process: Popen[bytes] | None = None
         while True:
             started = time.monotonic()
             try:
                 process, copying = self._start(placement)
             except OSError as error:
-                if error.errno not in FOR_NOW and error.filename != self.folder:
-                    raise
+                # What ran once will again: a deploy replaces its folder, or all of its Python.
+                if process is None and error.errno not in FOR_NOW:
+                    logger.error("%s cannot be started: %s", placement.name, error)
+                    return EXIT_REFUSED
                 wait = backoff.after(0.0)  # the others live on
                 logger.error(
                     "%s cannot be started (%s): tried again in %.1f s", placement.name, error, wait

@@ -84,8 +84,10 @@ class WorkerStatus:
             if self.failure is not None:
                 return
             self.failure = error
-        logger.error("the worker cannot go on: %s", words(error), exc_info=error)
-        self._on_failure()
+        try:
+            logger.error("the worker cannot go on: %s", words(error), exc_info=error)
+        finally:
+            self._on_failure()  # also where there is no memory to say so
 
     def step(self) -> AbstractContextManager[None]:
         """While the engine works: the watchdog looks how long."""

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,15 +25,14 @@ from lmpool.logs import entries
 from lmpool.model_info import ModelInfo
 from lmpool.producer.embedded import reaper
 from lmpool.producer.embedded.private_server import find_server, prepare_server
+from lmpool.producer.embedded.room import last_lines, make_folder, no_folder
 from lmpool.producer.statistics import pool_statistics
 from lmpool.servers import Servers
 from lmpool.stderr import say
 from lmpool.variables import as_variables
 
 LAST_LINES: Final = 12
-LEAST_ROOM: Final = 64 << 10
-"""Bytes without which logs and sockets cannot be written."""
-ROOM: Final = "make room, or let TMPDIR name a folder of another file system"
+_WHAT: Final = "an embedded pool"
 
 _AT_START = re.compile(r"^(?:\[[^\]]*\] )?(?:lmpool worker|error): (.+)$", re.MULTILINE)
 
@@ -55,10 +53,7 @@ class PrivatePool:
         self._stopping = threading.Event()
         self._stopped = False
         self._lock = threading.RLock()
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
-        except OSError as error:
-            raise _no_folder(error) from None
+        self.folder = make_folder(_WHAT)
         try:
             server = prepare_server(program, self.folder)
             self.url = server.url
@@ -67,7 +62,7 @@ class PrivatePool:
         except BaseException as error:
             shutil.rmtree(self.folder, ignore_errors=True)
             if isinstance(error, OSError):
-                raise _no_folder(error) from None
+                raise no_folder(_WHAT, error) from None
             raise
         drain = float(settings["drain_timeout"])
         plan = {
@@ -179,13 +174,9 @@ class PrivatePool:
         return PoolError(f"a worker {_how(status)} before it was ready. Its last lines:\n{said}")
 
     def _last_lines(self, log: Path) -> str:
-        try:
-            lines = log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:]
-        except OSError:
-            lines = []
-        if _is_full(self.folder.parent):  # the reaper may have removed its own
-            lines.append(f"({self.folder.parent} has no room left: {ROOM})")
-        return "\n".join(lines) or "(nothing was written)"
+        return last_lines(
+            log, LAST_LINES, self.folder.parent
+        )  # the reaper may have removed its own
 
     # --- copying the log -----------------------------------------------------------------------
 
@@ -247,17 +238,6 @@ def _close_inherited_pipes() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited_pipes)
-
-
-def _no_folder(error: OSError) -> PoolError:
-    return PoolError(f"an embedded pool needs a temporary folder: {error}; {ROOM}")
-
-
-def _is_full(folder: Path) -> bool:
-    try:
-        return shutil.disk_usage(folder).free < LEAST_ROOM
-    except OSError:
-        return False
 
 
 def _how(status: int) -> str:

@@ -253,6 +253,15 @@ def test_a_tokenizer_is_not_loaded_in_a_deleted_folder(tmp_path: Path) -> None:
     assert "SettingsError: the working directory was deleted" in done.stderr
 
 
+def test_lm_eval_is_not_begun_in_a_deleted_folder(tmp_path: Path) -> None:
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("import os; os.getcwd()")
+    run = (sys.executable, "-m", "lmpool.integrations.lm_eval")
+    done = in_a_deleted_folder(tmp_path, *run)
+    assert done.returncode == 1
+    assert "SettingsError: the working directory was deleted" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

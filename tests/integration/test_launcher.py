@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -332,11 +333,77 @@ def test_what_cannot_be_reported_ends_no_worker(
     assert caplog.text.count("cannot be reported: [Errno 24]") == 2
 
 
-def test_one_that_can_never_be_started_ends_the_launcher(tmp_path: Path) -> None:
+def test_one_that_can_never_be_started_ends_the_launcher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = Launcher([Placement("place", {})], {}, 5.0, command=[str(tmp_path / "nothing")])
-    with pytest.raises(ExceptionGroup) as failed:
-        asyncio.run(found.run())
-    assert isinstance(failed.value.exceptions[0], FileNotFoundError)
+    assert asyncio.run(found.run()) == 78
+    said = f"place cannot be started: [Errno 2] No such file or directory: '{tmp_path}/nothing'"
+    assert said in caplog.text
+
+
+REMOVED_ONCE = """#!/bin/sh
+if [ -e "$FOLDER/new" ]; then exit 0; fi
+mv "$FOLDER/program" "$FOLDER/new"
+exit 3
+"""
+
+
+def test_a_program_that_a_deploy_replaces_is_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the virtual environment is removed and made anew under a launcher that runs."""
+    program = tmp_path / "program"
+    program.write_text(REMOVED_ONCE)
+    program.chmod(0o755)
+    tries: list[float] = []
+
+    def put_back() -> float:
+        tries.append(time.monotonic())
+        if len(tries) == 3:  # after its death, and one try in vain
+            shutil.copy(tmp_path / "new", program)
+        return 0.0
+
+    found = Launcher(
+        [Placement("place", {})], {"FOLDER": str(tmp_path)}, 5.0, command=[str(program)],
+        new_backoff=lambda: Backoff(first=0.01, most=0.05, jitter=put_back),
+    )  # fmt: skip
+    assert asyncio.run(found.run()) == 0
+    gone = f"place cannot be started ([Errno 2] No such file or directory: '{program}'): tried"
+    assert caplog.text.count(gone) == 2
+
+
+def test_workers_start_where_the_name_of_the_folder_leads_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a deploy moves the symbolic link ``current`` on to a new release."""
+    current = tmp_path / "current"
+    for release in ("old", "new"):
+        (tmp_path / release).mkdir()
+    current.symlink_to("old")
+    monkeypatch.chdir(current)
+    monkeypatch.setenv("PWD", str(current))  # as shells do
+    moves_on = """
+import os, sys
+here = os.path.basename(os.getcwd())
+os.unlink("../current")
+os.symlink("new", "../current")
+sys.exit(0 if here == "new" else 3)
+"""
+    status, reported = run_launcher(moves_on, tmp_path)
+    assert status == 0
+    assert [event.get("status") for event in reported] == [None, 3, None, 0]
+
+
+@pytest.mark.parametrize("named", ["", "current", "/", "/nothing"])
+def test_a_name_that_is_not_that_of_the_folder_is_none(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a program has changed its folder and not the variable."""
+    (tmp_path / "current").symlink_to(".")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", named)
+    assert launcher_module.named_folder() == str(tmp_path.resolve())
 
 
 TOLD_AS_IT_ENDS = """

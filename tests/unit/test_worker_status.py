@@ -139,3 +139,19 @@ def test_threads_that_fail_together_end_the_worker_once() -> None:
     for thread in threads:
         thread.join()
     assert failures == [1]
+
+
+def test_one_that_fails_ends_also_where_there_is_no_memory_to_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or it would be alive, with a thread less."""
+    ended: list[bool] = []
+    status = WorkerStatus({"id": "w", "pid": 1}, lambda: ended.append(True))
+
+    def has_no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(status_module.logger, "error", has_no_memory)
+    with pytest.raises(MemoryError):
+        status.fail(MemoryError())
+    assert ended == [True]

@@ -9,13 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Self
 
 import redis
@@ -24,6 +22,7 @@ import redis.exceptions
 from lmpool.address import in_url
 from lmpool.errors import LmpoolError
 from lmpool.producer.embedded.private_server import find_server, machine_memory
+from lmpool.producer.embedded.room import last_lines, make_folder, no_folder
 from lmpool.slots import SLOTS
 from lmpool.variables import as_variables
 
@@ -36,6 +35,8 @@ START_WITHIN: Final = 30.0
 NODE_TIMEOUT_MS: Final = 1000
 """A demo's: one on many machines takes a pause of a second for no death."""
 SMALLEST_MEMORY: Final = 64 << 20
+LAST_LINES: Final = 12
+_WHAT: Final = "a cluster of a demo's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class PrivateCluster:
         self._count = primaries
         self.pool = pool
         self._password = secrets.token_urlsafe(24)
-        self.folder = Path(tempfile.mkdtemp(prefix="lmpool-"))
+        self.folder = make_folder(_WHAT)
         self.nodes: list[Process] = []
         self.workers: list[Process] = []
         self._guard: subprocess.Popen[bytes] | None = None
@@ -83,8 +84,10 @@ class PrivateCluster:
         )
         try:
             self._form()
-        except BaseException:
+        except BaseException as error:
             self.__exit__()
+            if isinstance(error, OSError):
+                raise no_folder(_WHAT, error) from None
             raise
         return self
 
@@ -166,8 +169,7 @@ class PrivateCluster:
                 raise LmpoolError(f"a node of the demo's cluster ended:\n{last}")
 
     def _last_words(self, log: str) -> str:
-        said = (self.folder / log).read_text("utf-8", "replace")
-        return "\n".join(said.splitlines()[-12:])
+        return last_lines(self.folder / log, LAST_LINES, self.folder.parent)
 
     def _start_nodes(self) -> None:
         ports = iter(random.SystemRandom().sample(PORTS, len(PORTS)))

@@ -16,6 +16,8 @@ A release of lm-evaluation-harness that reads the entry points `lm_eval.models` 
 
 from __future__ import annotations
 
+from lmpool.checks import check_working_directory
+
 try:
     from lmpool.integrations.lm_eval.model import LmpoolLM, register
 except ModuleNotFoundError as error:
@@ -24,5 +26,8 @@ except ModuleNotFoundError as error:
         "pip install 'lmpool[lm-eval]'",
         name=error.name,
     ) from error
+except FileNotFoundError:
+    check_working_directory()  # libraries look for it as they load
+    raise
 
 __all__ = ["LmpoolLM", "register"]
