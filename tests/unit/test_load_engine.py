@@ -183,3 +183,15 @@ def test_an_engine_that_finds_no_memory_may_be_started_again(
     monkeypatch.setattr("lmpool.backends.load._find", lambda name: full)
     with pytest.raises(MemoryError, match="out of memory"):
         load_engine("full", "any")
+
+
+def test_a_file_of_weights_that_was_cut_short_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    whole = numpy_files.save({"weight": np.zeros(64, np.float32)})
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(safetensors.SafetensorError) as refused:
+        safetensors.safe_open(tmp_path / "model.safetensors", "np")
+    said = why_failed(refused.value)
+    assert said.startswith("SafetensorError: Error while deserializing header: ")
+    assert said.endswith("is damaged or was not downloaded whole; get it again")
