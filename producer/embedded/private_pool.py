@@ -174,9 +174,8 @@ class PrivatePool:
         return PoolError(f"a worker {_how(status)} before it was ready. Its last lines:\n{said}")
 
     def _last_lines(self, log: Path) -> str:
-        return last_lines(
-            log, LAST_LINES, self.folder.parent
-        )  # the reaper may have removed its own
+        # The reaper may have removed the folder itself.
+        return last_lines(log, LAST_LINES, self.folder.parent)
 
     # --- copying the log -----------------------------------------------------------------------
 
