@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -53,6 +54,7 @@ BACKLOG: Final = 2048
 """Connections that wait to be taken."""
 FILES: Final = 16_384
 """That may be open: requests, connections between two of them, and what else there is."""
+NO_FILES: Final = (errno.EMFILE, errno.ENFILE)
 SAID_EVERY: Final = 60.0
 """Seconds between two words on the same want."""
 
@@ -81,7 +83,8 @@ class _Files:
             os.close(os.dup(number))
         except OSError as error:
             now = time.monotonic()
-            if now - self._said_at >= SAID_EVERY:
+            # Not of a connection that its caller has ended by then.
+            if error.errno in NO_FILES and now - self._said_at >= SAID_EVERY:
                 self._said_at = now
                 logger.warning(
                     "connections are turned away: %s, of which this process may have %d: raise "

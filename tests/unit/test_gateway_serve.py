@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import re
 import signal
 import socket
@@ -19,7 +21,15 @@ from uvicorn.server import ServerState
 
 from lmpool.errors import SettingsError
 from lmpool.gateway.door import PART, STALL
-from lmpool.gateway.serve import MAX_HEAD_BYTES, SEND_BYTES, UNREADABLE, _Server, listen, protocol
+from lmpool.gateway.serve import (
+    MAX_HEAD_BYTES,
+    SEND_BYTES,
+    UNREADABLE,
+    _Files,
+    _Server,
+    listen,
+    protocol,
+)
 from lmpool.insistence import Insistence
 from lmpool.monitoring.server import MonitoringServer
 
@@ -59,6 +69,27 @@ def test_a_wrong_host_is_told_from_a_port_in_use(host: str, port: int | None, sa
 
 
 # --- connections ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "is_said"), [(errno.EMFILE, True), (errno.ENFILE, True), (errno.EBADF, False)]
+)
+def test_a_connection_for_which_there_is_a_descriptor_is_no_reason_for_a_word(
+    number: int,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its caller may have ended it before anybody looks."""
+
+    def refuse(_: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "dup", refuse)
+    files = _Files()
+    for _ in range(2):
+        files.look(-1)
+    assert len([text for text in caplog.messages if "turned away" in text]) == is_said
 
 
 @asynccontextmanager
