@@ -67,12 +67,12 @@ def chained(error: BaseException | None, *, hidden: bool = False) -> Iterator[Ba
 def why_failed(error: BaseException, text: str | None = None) -> str:
     """Why an engine's library failed: the kind of its error and its words, or `text` for them.
 
-    Where it has none, it is the line that raised it, and what to do. What safetensors cannot read
-    has the remedy with it, which its own words lack.
+    Where it has none, it is the line that raised it, and what to do. A file that
+    safetensors finds damaged has the remedy with it, which its own words lack.
     """
     kind = type(error).__name__
     text = words(error).strip() if text is None else text
-    if kind == "SafetensorError":
+    if kind == "SafetensorError" and "deserializing header" in text:
         text += ": a file of weights is damaged or was not downloaded whole; get it again"
     frames = traceback.extract_tb(error.__traceback__)
     if text or not frames:

@@ -139,7 +139,7 @@ def _check_rights(facts: Facts) -> Iterator[Finding]:
     to_clients, to_workers = facts.refused, facts.refused_to_workers
     to_watchers = facts.refused_to_watchers
     if to_watchers is not None:
-        yield _of_who_only_reads(to_watchers)
+        yield _of_who_only_reads(to_watchers, to_clients)
         return
     if to_clients:
         yield Finding(
@@ -160,11 +160,12 @@ def _check_rights(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "this user may do what clients and workers do")
 
 
-def _of_who_only_reads(refused: Sequence[str]) -> Finding:
-    if refused:
+def _of_who_only_reads(to_watchers: Sequence[str], to_clients: Sequence[str]) -> Finding:
+    if to_watchers:
         return Finding(
             "wrong",
-            f"this user may only read, and not all that `lmpool exporter` does: {_first(refused)}",
+            f"this user may not do all that `lmpool exporter` does: {_first(to_watchers)}; and "
+            f"nothing of a client's that changes something: {_first(to_clients)}",
             f"`exporter` of deploy/redis/users.acl; for a client: {_RIGHTS_OF_CLIENTS}",
         )
     said = "this user may read what `lmpool exporter` does, and neither ask nor take jobs"

@@ -43,7 +43,9 @@ from lmpool.keys import GROUP, PoolKeys, ShardKeys
 from lmpool.liveness import signs_of_life
 from lmpool.model_info import ModelInfo
 from lmpool.permissions import (
+    CHANGES,
     client_commands,
+    harmless_changes,
     in_words,
     not_permitted,
     watcher_commands,
@@ -342,18 +344,21 @@ def _refused(
     server: Server, options: ClientOptions
 ) -> tuple[list[str], list[str] | None, list[str] | None]:
     """What this user may not of what clients, workers and exporters do, as `Facts` have it. A
-    worker is who may take jobs, an exporter who may read, and neither run scripts nor add anything.
-    Of what others do no more is asked: each refusal is in the server's ACL LOG, in the place of
-    those that are looked for there."""
+    worker is who may take jobs, an exporter who may read of a pool and change nothing there. Of
+    what others do no more is asked: each refusal is in the server's ACL LOG, in the place of those
+    that are looked for there."""
     of_clients = client_commands(options.pool, client_id(options.url))
     of_workers = worker_commands(options.pool)
     takes_jobs = [command for command in of_workers if command[0] == "XREADGROUP"]
     refused = not_permitted(server, [*of_clients, *takes_jobs])
     to_clients = in_words({c: said for c, said in refused.items() if c not in takes_jobs})
-    no_more = ("MULTI",) in refused
-    if no_more or refused.keys() >= {*takes_jobs}:
-        runs, adds = ({c for c in of_clients if c[0] == name} for name in ("EVALSHA", "XADD"))
-        only_reads = refused.keys() >= runs and (no_more or refused.keys() >= adds)
+    no_multi = ("MULTI",) in refused
+    if no_multi or refused.keys() >= {*takes_jobs}:
+        changes = {each for each in of_clients if each[0] in CHANGES}
+        if no_multi:  # none of them was asked
+            changes = {*harmless_changes(options.pool)}
+            refused = not_permitted(server, [*changes], plainly=True)
+        only_reads = refused.keys() >= changes
         to_watchers = _refused_to_watchers(server, options.pool) if only_reads else None
         return [*to_clients.values()], None, to_watchers
     refused |= not_permitted(server, [c for c in of_workers if c not in {*of_clients, *takes_jobs}])
@@ -365,7 +370,7 @@ def _refused(
 def _refused_to_watchers(server: Server, pool: str) -> list[str] | None:
     """None of who may read nothing of a pool."""
     commands = watcher_commands(pool)
-    refused = not_permitted(server, commands, only_read=True)
+    refused = not_permitted(server, commands, plainly=True)
     of_pools = {each for each in commands if each[0] not in ("INFO", "TIME")}
     return None if refused.keys() >= of_pools else [*in_words(refused).values()]
 

@@ -14,6 +14,9 @@ from lmpool.server import REFUSALS
 _NO_MODEL: Final = "00000000"
 _NO_SCRIPT: Final = "0" * 40
 
+CHANGES: Final = ("EVALSHA", "XADD", "XDEL", "XTRIM", "SET", "DEL", "PEXPIRE", "ZADD")
+"""Those of a client's commands that change something."""
+
 Command = tuple[str | int, ...]
 
 
@@ -45,6 +48,20 @@ def client_commands(pool: str, client: str) -> list[Command]:
             *(("XDEL", jobs, "1-1"), ("XLEN", jobs), ("XRANGE", jobs, "-", "+", "COUNT", 1)),
             *(("XPENDING", jobs, GROUP, "-", "+", 1), ("XINFO", "GROUPS", jobs)),
             ("XINFO", "CONSUMERS", jobs, GROUP),
+        ]
+    return commands
+
+
+def harmless_changes(pool: str) -> list[Command]:
+    """Some of what clients do that changes something, in a form that changes nothing: no pool is of
+    that model, and there is no such script."""
+    shard = PoolKeys(pool).shard(_NO_MODEL, 0)
+    commands: list[Command] = [("ZADD", shard.waiting, "XX", 1, "0")]
+    for priority in PRIORITIES:
+        jobs = shard.stream(priority).key
+        commands += [
+            ("EVALSHA", _NO_SCRIPT, 1, jobs),
+            ("XADD", jobs, "NOMKSTREAM", "*", "job", ""),
         ]
     return commands
 
@@ -144,13 +161,13 @@ def _about(asked: Mapping[str, str]) -> Iterable[Command]:
 
 
 def not_permitted(
-    server: Server, commands: Sequence[Command], *, only_read: bool = False
+    server: Server, commands: Sequence[Command], *, plainly: bool = False
 ) -> dict[Command, str]:
     """What the server says to each of these commands that this user may not.
 
     They are sent in a MULTI that is never run: nobody asks for that. Who may not send MULTI is told
-    no more, but of scripts. Commands that `only_read` are asked as they are: who watches may need
-    no MULTI.
+    no more, but of scripts. Commands that change nothing may be asked `plainly`, as they are: who
+    watches may need no MULTI.
     """
     pool: Any = server.connection_pool
     connection = pool.get_connection()
@@ -163,8 +180,8 @@ def not_permitted(
     try:
         # What MULTI does not take is done, until that ends; EXEC without it does nothing, and
         # there is no such script.
-        first = [each for each in commands if only_read or each[0] in ("WATCH", "EVALSHA")]
-        first += [] if only_read else [("EXEC",), ("MULTI",)]
+        first = [each for each in commands if plainly or each[0] in ("WATCH", "EVALSHA")]
+        first += [] if plainly else [("EXEC",), ("MULTI",)]
         answers = dict(zip(first, ask(*first), strict=True))
         if answers.get(("MULTI",)) == b"OK":  # else what follows would be done
             rest = [each for each in commands if each not in answers]

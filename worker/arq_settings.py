@@ -26,7 +26,7 @@ from lmpool.garbage import keep_what_is_there
 from lmpool.logs import logging_config
 from lmpool.permissions import control_commands
 from lmpool.profiling import profile
-from lmpool.server import greet
+from lmpool.server import explained, greet
 from lmpool.servers import Servers
 from lmpool.settings import WorkerOptions, refuse_unknown_variables
 from lmpool.tracing import set_up
@@ -97,9 +97,11 @@ def _greet_control(service: Service, url: str) -> None:
     there. Raises what `patiently` does."""
     servers = Servers.of_url(url, name="lmpool-worker")
     try:
-        patiently(lambda: greet(servers.anywhere, url), service.status.stopping.wait)
-        commands = control_commands(service.options.pool)
-        patiently(lambda: warn_of_rights(servers.anywhere, commands), service.status.stopping.wait)
+        wait = service.status.stopping.wait
+        patiently(lambda: greet(servers.anywhere, url), wait)
+        commands, its = control_commands(service.options.pool), "the server of control jobs"
+        with explained(url):
+            patiently(lambda: warn_of_rights(servers.anywhere, commands, its), wait)
     finally:
         servers.close()
 

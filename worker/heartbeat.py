@@ -139,8 +139,11 @@ class Heartbeat:
         of an older release, may have brought back what was.
         """
         held = get_string(server, self._pool[0])
+        if held is None:  # it was another's a moment ago
+            self._is_replaced = True
+            return
         try:
-            found = ModelInfo.unpack(held or b"")
+            found = ModelInfo.unpack(held)
         except OfLaterRelease:
             self._is_replaced = True
             return
@@ -151,14 +154,17 @@ class Heartbeat:
             self._info.laid_as(found), block_tokens=found.block_tokens, blocks=found.blocks
         )
         self._is_replaced = there.mark() != found.mark()
-        if self._is_replaced or there.mark() == self._info.mark():
+        if self._is_replaced:
+            return
+        server.pexpire(self._pool[1], LIFE_MS)  # it lives, and says so itself once it has moved
+        if there.mark() == self._info.mark():
             return
         if found.follows(self._info) or not self._info.follows(found):
             self._on_moved(there)
             return
         serving = get_string(server, self._pool[1]) or b""
         mine, others = self._serves[0], self._serves[1:]
-        script("replace")(server, self._pool, [held or b"", mine, serving, *others])
+        script("replace")(server, self._pool, [held, mine, serving, *others])
 
     def _beat_in(self, shard: ShardKeys, value: bytes, server: Server) -> None:
         known = self._homes.change.get(shard.prefix, b"")

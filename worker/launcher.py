@@ -135,8 +135,13 @@ class Launcher:
                 process, copying = self._start(placement)
             except OSError as error:
                 # What ran once will again: a deploy replaces its folder, or all of its Python.
-                if process is None and error.errno not in FOR_NOW:
-                    logger.error("%s cannot be started: %s", placement.name, error)
+                is_none = error.errno not in FOR_NOW and error.filename != self.folder
+                if process is None and is_none:
+                    logger.error(
+                        "%s cannot be started: %s: see that lmpool's environment is whole, and "
+                        "may be run",
+                        *(placement.name, error),
+                    )
                     return EXIT_REFUSED
                 wait = backoff.after(0.0)  # the others live on
                 logger.error(

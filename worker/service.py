@@ -648,18 +648,18 @@ def warn_about(server: Server, url: str) -> None:
     _log_all([*check_eviction(facts), *check_persistence(facts)])
 
 
-def warn_of_rights(server: Server, commands: Sequence[Command]) -> None:
+def warn_of_rights(server: Server, commands: Sequence[Command], which: str = "the server") -> None:
     """Say what of these commands this user may not. Most of them no error tells of: what one may
     not do in a script, others may."""
     refused = not_permitted(server, commands)
-    _log_all(check_workers_rights([*in_words(refused).values()]))
+    _log_all(check_workers_rights([*in_words(refused).values()]), which)
 
 
-def _log_all(findings: Iterable[Finding]) -> None:
+def _log_all(findings: Iterable[Finding], which: str = "the server") -> None:
     for finding in findings:
         level = logging.WARNING if finding.level == "wrong" else logging.INFO
         remedy = f"; {finding.remedy}" if finding.remedy else ""
-        logger.log(level, "the server: %s%s", finding.what, remedy)
+        logger.log(level, "%s: %s%s", which, finding.what, remedy)
 
 
 def consumer_name(options: WorkerOptions) -> str:

@@ -7,13 +7,12 @@ import contextlib
 import errno
 import logging
 import math
-import os
 import re
 import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -54,7 +53,13 @@ BACKLOG: Final = 2048
 """Connections that wait to be taken."""
 FILES: Final = 16_384
 """That may be open: requests, connections between two of them, and what else there is."""
-NO_FILES: Final = (errno.EMFILE, errno.ENFILE)
+REMEDIES: Final[Mapping[int, str]] = {
+    errno.EMFILE: "raise that (ulimit -n, LimitNOFILE= of systemd)",
+    errno.ENFILE: "raise the system's bound (fs.file-max)",
+}
+"""Of what it says that has no descriptor left."""
+TICKS: Final = 10
+"""Of uvicorn's, a tenth of a second each, between two looks for that."""
 SAID_EVERY: Final = 60.0
 """Seconds between two words on the same want."""
 
@@ -74,31 +79,31 @@ class _Files:
     """Says that there is no room for more connections: uvloop ends those that it has no descriptor
     for without a word."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self._said_at = -math.inf
 
-    def look(self, number: int) -> None:
-        """See whether there is room for one more beside the descriptor of that number."""
+    def look(self) -> None:
+        """See whether there is room for one more."""
         try:
-            os.close(os.dup(number))
+            self._listener.dup().close()
         except OSError as error:
-            now = time.monotonic()
-            # Not of a connection that its caller has ended by then.
-            if error.errno in NO_FILES and now - self._said_at >= SAID_EVERY:
-                self._said_at = now
-                logger.warning(
-                    "connections are turned away: %s, of which this process may have %d: raise "
-                    "that (ulimit -n, LimitNOFILE= of systemd), or start more gateways",
-                    error.strerror,
-                    resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-                )
+            remedy, now = REMEDIES.get(error.errno or 0), time.monotonic()
+            if remedy is None or now - self._said_at < SAID_EVERY:
+                return
+            self._said_at = now
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            logger.warning(
+                "connections are turned away: %s (%s), and this process may have %d open: %s, or "
+                "start more gateways elsewhere",
+                *("no descriptor is free", error.strerror, most, remedy),
+            )
 
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, whose heads have `seconds` to arrive, and `MAX_HEAD_BYTES`."""
 
     seconds: ClassVar[float]
-    files: ClassVar[_Files]
     patience: ClassVar[float] = STALL + GRACE
     """Seconds for a caller to take what waits for it. The door waits for less, and says why it cuts
     an answer, but sees neither paths without a key nor the end of an answer."""
@@ -117,7 +122,6 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.files.look(transport.get_extra_info("socket").fileno())
         transport.set_write_buffer_limits(0)  # whatever is not taken at once is unread
         self._ending = asyncio.Event()
         self._begin()
@@ -157,14 +161,11 @@ class _Protocol(HttpToolsProtocol):
             return
         if self._head is not None:
             self._head += len(data)
-            if self._head > MAX_HEAD_BYTES:  # unless that is of a body which came with it
-                behind = (self._begun + data).partition(b"\r\n\r\n")[2]
-                if self._head - len(behind) > MAX_HEAD_BYTES:
-                    self._late()
-                    return
         else:
             self._beside += len(data)
         super().data_received(self._without_upgrade(data))
+        if self._head is not None and self._head > MAX_HEAD_BYTES:
+            self._late()
         if self._beside > MAX_HEAD_BYTES + MOST_FRAMING * self._body:
             self.transport.abort()  # trailers, which uvicorn keeps, however many they are
 
@@ -235,6 +236,12 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end()
+        fields = sum([len(name) + len(value) + 4 for name, value in self.headers])
+        parser: Any = self.parser
+        line = len(parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n")
+        if line + fields + 2 > MAX_HEAD_BYTES:  # which came in one read
+            self.transport.close()
+            raise ValueError("too long a head")
         super().on_headers_complete()
         if self.pipeline:
             self.flow.resume_reading()
@@ -265,7 +272,7 @@ def _begun_mark(head: bytes) -> bytes:
 
 def protocol(seconds: float) -> type[HttpToolsProtocol]:
     """The protocol of a server whose heads have so many seconds to arrive."""
-    return type("Protocol", (_Protocol,), {"seconds": seconds, "files": _Files()})
+    return type("Protocol", (_Protocol,), {"seconds": seconds})
 
 
 class _Server(uvicorn.Server):
@@ -274,9 +281,17 @@ class _Server(uvicorn.Server):
     Nor hastened by the same Ctrl-C, which a terminal sends and who started it may pass on.
     """
 
-    def __init__(self, config: uvicorn.Config, insistence: Insistence | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, files: _Files, insistence: Insistence | None = None
+    ) -> None:
         super().__init__(config)
+        self._files = files
         self._insistence = insistence or Insistence()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS == 0:
+            self._files.look()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._insistence.insists() or not self.should_exit:
@@ -331,6 +346,6 @@ def serve(
         timeout_graceful_shutdown=10,
     )
     try:
-        _Server(config).run(sockets=[listener])
+        _Server(config, _Files(listener)).run(sockets=[listener])
     finally:
         end_traces()

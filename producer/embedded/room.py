@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Final
 
 from lmpool.errors import PoolError
 
+WANTS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""Errors that are of a folder, and not of processes or sockets."""
 LEAST_ROOM: Final = 64 << 10
 """Bytes without which logs and sockets cannot be written."""
 ROOM: Final = "make room, or let TMPDIR name a folder of another file system"

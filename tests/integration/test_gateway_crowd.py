@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -233,13 +234,24 @@ def test_a_gateway_that_can_take_no_more_connections_says_so_once(
         for _ in range(2):
             with ExitStack() as crowd:
                 for _ in range(40):
-                    crowd.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+                    caller = socket.create_connection(("127.0.0.1", gateway.port))
+                    crowd.enter_context(caller)
+                until(partial(_is_ended, caller), what="the last to be turned away")
                 until(lambda: "connections are turned away" in gateway.log(), what="it to say so")
             with httpx.Client(base_url=gateway.base_url, timeout=60) as http:
                 until(lambda: _answers(http), 60, what="it to take another", every=0.1)
         said = [line for line in gateway.log().splitlines() if "turned away" in line]
         assert len(said) <= 1 + (time.monotonic() - began) // SAID_EVERY
-        assert f"may have {most}: raise that (ulimit -n" in said[0]
+        assert f"may have {most} open: raise that (ulimit -n" in said[0]
+
+
+def _is_ended(caller: socket.socket) -> bool:
+    try:
+        return not caller.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _answers(http: httpx.Client) -> bool:

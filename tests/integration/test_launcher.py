@@ -338,7 +338,9 @@ def test_one_that_can_never_be_started_ends_the_launcher(
 ) -> None:
     found = Launcher([Placement("place", {})], {}, 5.0, command=[str(tmp_path / "nothing")])
     assert asyncio.run(found.run()) == 78
-    said = f"place cannot be started: [Errno 2] No such file or directory: '{tmp_path}/nothing'"
+    said = (
+        f"place cannot be started: [Errno 2] No such file or directory: '{tmp_path}/nothing': see"
+    )
     assert said in caplog.text
 
 

@@ -112,10 +112,33 @@ def test_a_role_for_one_pool_may_all_that_is_looked_up_there(
 def test_a_command_that_an_exporter_lacks_is_named(name: str, url_of: Callable[..., str]) -> None:
     url = url_of("exporter", *rules_of("exporter"), f"-{name}")
     (reason,) = said(url)
-    assert reason.startswith("wrong: this user may only read, and not all that `lmpool exporter` ")
+    assert reason.startswith("wrong: this user may not do all that `lmpool exporter` does: ")
     assert f" {name.upper()}: " in reason
     (rules,) = re.findall(r"for a client: ACL SETUSER <user> (.*)$", reason)
     assert found(url_of("exporter", *rules.split())) == []
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        ["-evalsha", "-multi"],
+        ["-@scripting", "-@transaction", "-xreadgroup"],
+        ["-evalsha", "-xadd", "-xreadgroup"],
+        ["-evalsha", "-xadd", "-multi"],
+    ],
+)
+def test_who_may_change_something_is_a_client_that_lacks_rights(
+    lacking: list[str], url_of: Callable[..., str], admin: redis.Redis
+) -> None:
+    (reason,) = said(url_of("producer", "~*", "+@all", *lacking))
+    assert reason.startswith("wrong: this user is not allowed what clients do: ")
+    assert admin.dbsize() == 0
+
+
+def test_who_lacks_the_keys_of_shards_is_told_as_a_client_too(url_of: Callable[..., str]) -> None:
+    (reason,) = said(url_of("producer", "~lmpool:*", "+@all"))
+    assert "a client's that changes something: " in reason
+    assert "for a client: ACL SETUSER" in reason
 
 
 def test_keys_that_an_exporter_lacks_are_named(url_of: Callable[..., str]) -> None:

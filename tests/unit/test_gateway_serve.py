@@ -72,24 +72,20 @@ def test_a_wrong_host_is_told_from_a_port_in_use(host: str, port: int | None, sa
 
 
 @pytest.mark.parametrize(
-    ("number", "is_said"), [(errno.EMFILE, True), (errno.ENFILE, True), (errno.EBADF, False)]
+    ("number", "remedy"),
+    [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max"), (errno.EBADF, None)],
 )
-def test_a_connection_for_which_there_is_a_descriptor_is_no_reason_for_a_word(
-    number: int,
-    is_said: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_want_of_descriptors_is_said_with_its_remedy_and_nothing_else(
+    number: int, remedy: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its caller may have ended it before anybody looks."""
-
-    def refuse(_: int) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "dup", refuse)
-    files = _Files()
+    listener = MagicMock()
+    listener.dup.side_effect = OSError(number, os.strerror(number))
+    files = _Files(listener)
     for _ in range(2):
-        files.look(-1)
-    assert len([text for text in caplog.messages if "turned away" in text]) == is_said
+        files.look()
+    said = [text for text in caplog.messages if "turned away" in text]
+    assert len(said) == (remedy is not None)
+    assert all(remedy in text for text in said if remedy)
 
 
 @asynccontextmanager
@@ -172,15 +168,22 @@ def long_head(size: int) -> bytes:
     return begun + b"x" * (size - len(begun) - 4) + b"\r\n\r\n"
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4, 40])
-def test_a_head_is_as_long_as_it_may_be_however_it_comes(cut: int) -> None:
-    """Also in one read, with a large body right behind it, or cut within its end."""
-    for size, is_taken in ((MAX_HEAD_BYTES, True), (MAX_HEAD_BYTES + 1, False)):
+KEPT = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nA"
+
+
+@pytest.mark.parametrize("before", [b"", b"\r\n\r\n", KEPT], ids=["first", "lines", "second"])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 4, 40])
+def test_a_head_is_as_long_as_it_may_be_however_it_comes(before: bytes, cut: int) -> None:
+    """In one read, with a large body right behind it, or cut within its end; also behind empty
+    lines, and as the second of its connection."""
+    empty = 0 if before == KEPT else len(before)
+    for size, is_taken in ((MAX_HEAD_BYTES - empty, True), (MAX_HEAD_BYTES + 1, False)):
         head = long_head(size)
-        for parts in ([head + LARGE_BODY], [head[:-cut], head[-cut:] + LARGE_BODY]):
-            answer = asyncio.run(answer_in_full(parts))
+        cut_at = len(head) - cut
+        for begun in ([before, head[:cut_at]], [before + head[:cut_at]]):
+            parts = [*begun, head[cut_at:] + LARGE_BODY]
+            answer = asyncio.run(answer_in_full([part for part in parts if part]))
             assert (LARGE_BODY in answer) == is_taken, (size, cut)
-            assert bool(answer) == is_taken
 
 
 @pytest.mark.parametrize("cut", range(OFFER.index(b"\r\nUpgrade"), len(OFFER) + 1))
@@ -409,7 +412,9 @@ def test_who_reads_in_the_end_is_left_alone() -> None:
 def test_ctrl_c_that_comes_twice_at_once_is_one(later: float, hastened: bool) -> None:
     """From the terminal, and from who started it: what is under way has its time all the same."""
     now = [100.0]
-    server = _Server(uvicorn.Config(MagicMock(), log_config=None), Insistence(lambda: now[0]))
+    server = _Server(
+        uvicorn.Config(MagicMock(), log_config=None), MagicMock(), Insistence(lambda: now[0])
+    )
     server.handle_exit(signal.SIGINT, None)
     assert server.should_exit
     now[0] += later

@@ -283,6 +283,38 @@ def test_a_replaced_model_does_not_come_back_whenever_the_server_loses_its_data(
         server.set(keys.serving, other.mark())
 
 
+def test_a_pool_that_was_given_another_layout_lives_until_its_workers_have_moved(
+    servers: Servers, server: redis.Redis, keys: PoolKeys
+) -> None:
+    moved = INFO.moved_to(4, 8)
+    server.set(keys.info, moved.pack())
+    server.set(keys.serving, moved.mark(), px=60_000)
+    new(servers, keys).beat(servers)
+    left: Any = server.pttl(keys.serving)
+    assert left > 60_000
+    assert server.get(keys.serving) == moved.mark()
+
+
+def test_a_replaced_model_does_not_come_back_where_the_data_are_lost_behind_the_look(
+    servers: Servers, server: redis.Redis, keys: PoolKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(INFO, fingerprint="f" * 32)
+    replaced = new(servers, keys)
+    replaced.beat(servers)
+    server.set(keys.info, other.pack())
+    server.set(keys.serving, other.mark())
+    real = heartbeat_module.get_string
+
+    def losing(*asked: Any) -> Any:
+        server.delete(keys.info, keys.serving)
+        return real(*asked)
+
+    monkeypatch.setattr(heartbeat_module, "get_string", losing)
+    for _ in range(2):
+        replaced.beat(servers)
+        assert server.get(keys.info) is None
+
+
 def test_who_was_replaced_says_of_nobody_that_they_live(
     servers: Servers, server: redis.Redis, keys: PoolKeys
 ) -> None:

@@ -22,7 +22,7 @@ import redis.exceptions
 from lmpool.address import in_url
 from lmpool.errors import LmpoolError
 from lmpool.producer.embedded.private_server import find_server, machine_memory
-from lmpool.producer.embedded.room import last_lines, make_folder, no_folder
+from lmpool.producer.embedded.room import WANTS, last_lines, make_folder, no_folder
 from lmpool.slots import SLOTS
 from lmpool.variables import as_variables
 
@@ -86,7 +86,7 @@ class PrivateCluster:
             self._form()
         except BaseException as error:
             self.__exit__()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno in WANTS:
                 raise no_folder(_WHAT, error) from None
             raise
         return self
